@@ -1,0 +1,1 @@
+"""One runner per result artifact."""

@@ -1,0 +1,1 @@
+"""Mechanisms of KV splicing and retrieval-decoupled tool routing."""
