@@ -51,16 +51,16 @@ def sha256_of(value: Any, where: str = "value") -> str:
     return hashlib.sha256(canonical_json(value, where).encode()).hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """None, after `path` holds exactly `text`: written beside it under a hidden name, synced to disk, then renamed.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """None, after `path` holds exactly `content` (text as UTF-8): written beside it under a hidden name, synced to disk, then renamed.
 
     A process that dies on the way leaves the old file, or none. Raises OSError when the folder cannot be written.
     """
     # A name per call: two writers of one path must not share a file that the first of them renames into view.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with partial.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with partial.open("xb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

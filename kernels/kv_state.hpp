@@ -1,0 +1,289 @@
+// Reader and writer of llama.cpp's per-sequence state, the public way to the keys and values of a sequence.
+//
+// The format belongs to one build of llama.cpp and is not promised: every length is checked against the others and
+// against the blob's end, and the caller proves the round trip before it trusts it (nexus/splice.py).
+//
+//   u32 magic, i32 seq, then per cache (sliding-window models have two):
+//     u32 n_stream, u32 n_cells, n_cells x (i32 pos, u32 n_seq, i32 seq), u32 v_trans, u32 n_layer,
+//     K per layer: i32 type, u64 row_bytes, rows
+//     V per layer: i32 type, u64 row_bytes, rows                                             (v_trans = 0)
+//                  i32 type, u32 element_bytes, u32 n_embd, n_embd x n_cells elements        (v_trans = 1)
+//   An empty cache ends after n_cells = 0.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace nexus {
+
+constexpr int32_t kF16 = 1;
+constexpr size_t kCellBytes = 12;
+constexpr uint32_t kMostLayers = 4096;
+constexpr uint64_t kMostRowBytes = uint64_t(1) << 26;
+
+struct KvLayer {
+    int32_t type = 0;
+    uint64_t row_bytes = 0;  // of one cell
+    size_t offset = 0;       // of the first row from the blob's start
+};
+
+struct KvCache {
+    uint32_t n_cells = 0;
+    size_t cells_offset = 0;
+    bool v_trans = false;
+    std::vector<KvLayer> k, v;
+};
+
+struct KvState {
+    uint32_t magic = 0;
+    int32_t seq = 0;
+    std::vector<KvCache> caches;
+};
+
+class KvStateReader {
+  public:
+    KvStateReader(size_t addr, size_t size) : data_(reinterpret_cast<const uint8_t *>(addr)), size_(size) {}
+
+    KvState read() {
+        KvState state;
+        state.magic = get<uint32_t>("magic");
+        state.seq = get<int32_t>("seq");
+        do {
+            state.caches.push_back(read_cache());
+        } while (at_ < size_);
+        return state;
+    }
+
+  private:
+    [[noreturn]] void refuse(const std::string & what) const {
+        throw std::runtime_error("kv state: " + what + " at byte " + std::to_string(at_) + " of " +
+                                 std::to_string(size_));
+    }
+
+    template <typename T> T get(const char * field) {
+        if (size_ - at_ < sizeof(T)) {
+            refuse(std::string(field) + " is cut off");
+        }
+        T value;
+        std::memcpy(&value, data_ + at_, sizeof(T));
+        at_ += sizeof(T);
+        return value;
+    }
+
+    size_t skip(uint64_t count, uint64_t each, const char * field) {
+        if (each != 0 && count > (size_ - at_) / each) {
+            refuse(std::string(field) + " is cut off");
+        }
+        const size_t begin = at_;
+        at_ += count * each;
+        return begin;
+    }
+
+    KvCache read_cache() {
+        KvCache cache;
+        const auto n_stream = get<uint32_t>("n_stream");
+        if (n_stream != 1) {
+            refuse("n_stream is " + std::to_string(n_stream) + ", not 1 (is the cache unified?)");
+        }
+        cache.n_cells = get<uint32_t>("n_cells");
+        if (cache.n_cells == 0) {
+            return cache;
+        }
+        cache.cells_offset = skip(cache.n_cells, kCellBytes, "cells");
+        for (uint32_t i = 0; i < cache.n_cells; ++i) {
+            uint32_t n_seq;
+            std::memcpy(&n_seq, data_ + cache.cells_offset + i * kCellBytes + 4, sizeof(n_seq));
+            if (n_seq != 1) {
+                refuse("n_seq of cell " + std::to_string(i) + " is " + std::to_string(n_seq) + ", not 1");
+            }
+        }
+        const auto v_trans = get<uint32_t>("v_trans");
+        if (v_trans > 1) {
+            refuse("v_trans is " + std::to_string(v_trans) + ", neither 0 nor 1");
+        }
+        cache.v_trans = v_trans == 1;
+        const auto n_layer = get<uint32_t>("n_layer");
+        if (n_layer == 0 || n_layer > kMostLayers) {
+            refuse("n_layer is " + std::to_string(n_layer) + ", not in 1 ... " + std::to_string(kMostLayers));
+        }
+        for (uint32_t layer = 0; layer < n_layer; ++layer) {
+            cache.k.push_back(read_rows(cache.n_cells, "K"));
+        }
+        for (uint32_t layer = 0; layer < n_layer; ++layer) {
+            cache.v.push_back(cache.v_trans ? read_columns(cache.n_cells) : read_rows(cache.n_cells, "V"));
+        }
+        return cache;
+    }
+
+    uint64_t checked_row_bytes(uint64_t row_bytes, const char * name) const {
+        if (row_bytes == 0 || row_bytes > kMostRowBytes) {
+            refuse(std::string(name) + " row bytes are " + std::to_string(row_bytes));
+        }
+        return row_bytes;
+    }
+
+    KvLayer read_rows(uint32_t n_cells, const char * name) {
+        KvLayer layer;
+        layer.type = get<int32_t>("type");
+        layer.row_bytes = checked_row_bytes(get<uint64_t>("row bytes"), name);
+        layer.offset = skip(n_cells, layer.row_bytes, name);
+        return layer;
+    }
+
+    KvLayer read_columns(uint32_t n_cells) {
+        KvLayer layer;
+        layer.type = get<int32_t>("type");
+        const uint64_t element = get<uint32_t>("V element bytes");
+        const uint64_t n_embd = get<uint32_t>("V width");
+        layer.row_bytes = checked_row_bytes(element * n_embd, "V");
+        layer.offset = skip(n_cells, layer.row_bytes, "V");
+        return layer;
+    }
+
+    const uint8_t * data_;
+    size_t size_;
+    size_t at_ = 0;
+};
+
+// Where everything lies in a state blob of `size` bytes. Throws std::runtime_error naming field, value and byte.
+inline KvState parse_kv_state(size_t addr, size_t size) { return KvStateReader(addr, size).read(); }
+
+// Moves every stored position by delta. Positions are never renumbered: masked cells may have left gaps.
+inline void shift_positions(size_t blob, const KvState & state, int32_t delta) {
+    for (const KvCache & cache : state.caches) {
+        for (uint32_t i = 0; i < cache.n_cells; ++i) {
+            uint8_t * cell = reinterpret_cast<uint8_t *>(blob) + cache.cells_offset + i * kCellBytes;
+            int32_t pos;
+            std::memcpy(&pos, cell, sizeof(pos));
+            pos += delta;
+            std::memcpy(cell, &pos, sizeof(pos));
+        }
+    }
+}
+
+// Transposes rows x cols uint16 in tiles, so that neither side is walked with a stride larger than a tile.
+inline void transpose_u16(const uint16_t * source, uint16_t * target, size_t rows, size_t cols) {
+    constexpr size_t kTile = 32;
+    for (size_t r0 = 0; r0 < rows; r0 += kTile) {
+        for (size_t c0 = 0; c0 < cols; c0 += kTile) {
+            for (size_t c = c0; c < cols && c < c0 + kTile; ++c) {
+                for (size_t r = r0; r < rows && r < r0 + kTile; ++r) {
+                    target[c * rows + r] = source[r * cols + c];
+                }
+            }
+        }
+    }
+}
+
+// Bytes of a one-cache state with F16 keys and values of these row sizes.
+inline size_t kv_state_size(uint32_t n_layer, uint32_t n_cells, size_t k_row_bytes, size_t v_row_bytes, bool v_trans) {
+    (void) v_trans;  // both V layouts have 12 bytes before a layer's data
+    return 8 + 8 + n_cells * kCellBytes + 8 + size_t(n_layer) * (2 * 12 + n_cells * (k_row_bytes + v_row_bytes));
+}
+
+// Writes a one-cache state from F16 k, v [n_layer][n_cells][row] and positions int32[n_cells]; sequence id 0.
+inline void write_kv_state(size_t out, size_t size, uint32_t magic, uint32_t n_layer, uint32_t n_cells,
+                           size_t k_row_bytes, size_t v_row_bytes, bool v_trans, size_t positions, size_t k, size_t v) {
+    if (n_layer == 0 || n_cells == 0 || size != kv_state_size(n_layer, n_cells, k_row_bytes, v_row_bytes, v_trans)) {
+        throw std::invalid_argument("kv state: " + std::to_string(size) + " bytes do not fit " +
+                                    std::to_string(n_layer) + " layers of " + std::to_string(n_cells) + " cells");
+    }
+    uint8_t * at = reinterpret_cast<uint8_t *>(out);
+    const auto put = [&at](auto value) {
+        std::memcpy(at, &value, sizeof(value));
+        at += sizeof(value);
+    };
+    put(magic);
+    put(int32_t(0));
+    put(uint32_t(1));
+    put(n_cells);
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        put(reinterpret_cast<const int32_t *>(positions)[i]);
+        put(uint32_t(1));
+        put(int32_t(0));
+    }
+    put(uint32_t(v_trans));
+    put(n_layer);
+    for (uint32_t layer = 0; layer < n_layer; ++layer) {
+        put(kF16);
+        put(uint64_t(k_row_bytes));
+        std::memcpy(at, reinterpret_cast<const uint8_t *>(k) + layer * n_cells * k_row_bytes, n_cells * k_row_bytes);
+        at += n_cells * k_row_bytes;
+    }
+    for (uint32_t layer = 0; layer < n_layer; ++layer) {
+        const uint8_t * rows = reinterpret_cast<const uint8_t *>(v) + layer * n_cells * v_row_bytes;
+        put(kF16);
+        if (v_trans) {
+            const size_t n_embd = v_row_bytes / sizeof(uint16_t);
+            put(uint32_t(sizeof(uint16_t)));
+            put(uint32_t(n_embd));
+            std::vector<uint16_t> columns(n_cells * n_embd);
+            transpose_u16(reinterpret_cast<const uint16_t *>(rows), columns.data(), n_cells, n_embd);
+            std::memcpy(at, columns.data(), n_cells * v_row_bytes);
+        } else {
+            put(uint64_t(v_row_bytes));
+            std::memcpy(at, rows, n_cells * v_row_bytes);
+        }
+        at += n_cells * v_row_bytes;
+    }
+}
+
+// Reads a parsed one-cache state into F16 k, v [n_layer][n_cells][row] and positions int32[n_cells]. The byte sizes
+// of the targets must be exactly what the state holds. Throws std::runtime_error otherwise, and for other types.
+inline void read_kv_block(size_t blob, size_t blob_size, const KvState & state, size_t k, size_t k_size, size_t v,
+                          size_t v_size, size_t positions, size_t positions_size) {
+    if (state.caches.size() != 1) {
+        throw std::runtime_error("kv state: it holds " + std::to_string(state.caches.size()) +
+                                 " caches, one is expected (sliding-window attention?)");
+    }
+    const KvCache & cache = state.caches[0];
+    if (positions_size != cache.n_cells * sizeof(int32_t)) {
+        throw std::runtime_error("kv state: it holds " + std::to_string(cache.n_cells) + " cells, " +
+                                 std::to_string(positions_size / sizeof(int32_t)) + " are expected");
+    }
+    const auto check = [&](const std::vector<KvLayer> & layers, size_t target_size, const char * name) {
+        size_t total = 0;
+        for (const KvLayer & layer : layers) {
+            if (layer.type != kF16) {
+                throw std::runtime_error(std::string("kv state: ") + name + " type is " + std::to_string(layer.type) +
+                                         ", only F16 (1) is supported");
+            }
+            if (layer.row_bytes != layers[0].row_bytes) {
+                throw std::runtime_error(std::string("kv state: ") + name + " rows differ between layers");
+            }
+            if (layer.offset > blob_size || cache.n_cells * layer.row_bytes > blob_size - layer.offset) {
+                throw std::runtime_error(std::string("kv state: ") + name + " lies outside of the blob");
+            }
+            total += cache.n_cells * layer.row_bytes;
+        }
+        if (total != target_size) {
+            throw std::runtime_error(std::string("kv state: ") + name + " holds " + std::to_string(total) +
+                                     " bytes, " + std::to_string(target_size) + " are expected");
+        }
+    };
+    check(cache.k, k_size, "K");
+    check(cache.v, v_size, "V");
+    const auto * bytes = reinterpret_cast<const uint8_t *>(blob);
+    for (uint32_t i = 0; i < cache.n_cells; ++i) {
+        std::memcpy(reinterpret_cast<int32_t *>(positions) + i, bytes + cache.cells_offset + i * kCellBytes, 4);
+    }
+    for (size_t layer = 0; layer < cache.k.size(); ++layer) {
+        const size_t k_bytes = cache.n_cells * cache.k[layer].row_bytes;
+        std::memcpy(reinterpret_cast<uint8_t *>(k) + layer * k_bytes, bytes + cache.k[layer].offset, k_bytes);
+        const size_t v_bytes = cache.n_cells * cache.v[layer].row_bytes;
+        uint8_t * rows = reinterpret_cast<uint8_t *>(v) + layer * v_bytes;
+        if (cache.v_trans) {
+            const size_t n_embd = cache.v[layer].row_bytes / sizeof(uint16_t);
+            std::vector<uint16_t> columns(n_embd * cache.n_cells);
+            std::memcpy(columns.data(), bytes + cache.v[layer].offset, v_bytes);
+            transpose_u16(columns.data(), reinterpret_cast<uint16_t *>(rows), n_embd, cache.n_cells);
+        } else {
+            std::memcpy(rows, bytes + cache.v[layer].offset, v_bytes);
+        }
+    }
+}
+
+}  // namespace nexus

@@ -1,0 +1,176 @@
+"""Tool blocks: a tool's tokens with the keys and values that a model computed for them, compiled once, kept as `.atb`.
+
+A block remembers the position it was compiled at (its anchor) and what stood to its left. File form:
+kernels/tool_block.hpp.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from nexus import native
+from nexus.rope import LAYOUT_CODES, SCALING_CODES
+from nexus.runtime import Runtime
+
+F16 = 1
+LIVE_SEQ = 0
+
+
+class BlockError(RuntimeError):
+    """A block cannot be compiled, read, or used with this model; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A compiled block in memory."""
+
+    tokens: np.ndarray
+    """Token ids, int32[n_tokens]."""
+    anchor: int
+    """Position of the first token when the block was compiled."""
+    left_context_hash: int
+    """`context_hash` of the tokens that stood to its left."""
+    k: np.ndarray
+    """Rotated keys as computed, float16[n_layers, n_tokens, n_head_kv · head_dim_k]."""
+    v: np.ndarray
+    """Values, float16[n_layers, n_tokens, n_head_kv · head_dim_v]."""
+    facts: dict = field(default_factory=dict)
+    """Free-form facts such as the tool's name; kept in the file as JSON."""
+
+
+def context_hash(tokens: np.ndarray) -> int:
+    """First 8 bytes of the SHA-256 of token ids (int32, little endian), as an unsigned integer."""
+    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def block_split(n_tokens: int) -> tuple[int, ...]:
+    """Batch sizes in which a block is decoded everywhere: all but the last token, then the last.
+
+    The last token goes alone so that its logits can be read both after a full prefill and after a splice that
+    re-decodes only this token, with the same split on both sides.
+    """
+    return (n_tokens - 1, 1) if n_tokens > 1 else (1,)
+
+
+def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.ndarray]) -> Iterator[Block]:
+    """Blocks for each list of token ids, all compiled right behind the tokens `left`.
+
+    Empties the runtime first, so that cells are taken in order and a block placed at its anchor behind the same
+    context is bit-identical to a prefill. Anchor = len(left).
+    """
+    model = runtime.model
+    anchor = len(left)
+    runtime.clear()
+    if anchor:
+        runtime.decode(left, 0, LIVE_SEQ)
+    work, copy = 1, runtime.scratch_seq
+    if work == copy:
+        raise BlockError(f"n_seq_max is {runtime.options.n_seq_max}; compiling needs at least 3 sequences")
+    for tokens in token_lists:
+        n = len(tokens)
+        if n == 0:
+            raise BlockError("a block needs at least one token")
+        try:
+            if anchor:
+                runtime.seq_cp(LIVE_SEQ, work)
+            runtime.decode(tokens, anchor, work, split=block_split(n))
+            runtime.seq_cp(work, copy, anchor, anchor + n)
+            blob = runtime.state_get(copy)
+        finally:
+            runtime.seq_rm(work)
+            runtime.seq_rm(copy)
+        k = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_k), dtype=np.float16)
+        v = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_v), dtype=np.float16)
+        positions = read_block(blob, k, v)
+        if not np.array_equal(positions, np.arange(anchor, anchor + n)):
+            raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
+                             f"not {anchor} … {anchor + n - 1} in order")
+        yield Block(np.asarray(tokens, dtype=np.int32), anchor, context_hash(left), k, v)
+
+
+def read_block(blob: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Positions of the cells, int32[n_cells]; fills k and v (float16[n_layers, n_cells, width]) from a saved state.
+
+    Raises BlockError when the state holds more than one cache, another number of cells or layers, or another type.
+    """
+    positions = np.empty(k.shape[1], dtype=np.int32)
+    kernels = native.kernels()
+    try:
+        state = kernels.parse_kv_state(blob.ctypes.data, blob.nbytes)
+        kernels.read_kv_block(blob.ctypes.data, blob.nbytes, state, k.ctypes.data, k.nbytes, v.ctypes.data, v.nbytes,
+                              positions.ctypes.data, positions.nbytes)
+    except Exception as error:
+        raise BlockError(native.describe(error)) from None
+    return positions
+
+
+def _header(runtime: Runtime):
+    """A ToolBlockHeader with the fields that depend on the model."""
+    header = native.kernels().ToolBlockHeader()
+    model, rope = runtime.model, runtime.rope
+    header.n_layers = model.n_layer
+    header.n_head_kv = model.n_head_kv
+    header.head_dim_k = model.head_dim_k
+    header.head_dim_v = model.head_dim_v
+    header.n_rot = rope.n_rot
+    header.rope_layout = LAYOUT_CODES[rope.layout]
+    header.rope_base = rope.base
+    header.rope_freq_scale = rope.freq_scale
+    header.rope_scaling_type = SCALING_CODES[rope.scaling]
+    header.rope_freq_hash = rope.frequency_hash
+    header.k_type = header.v_type = F16
+    for i, byte in enumerate(bytes.fromhex(model.sha256)[:16]):
+        header.model_fingerprint[i] = byte
+    return header
+
+
+def write_block(path: str | os.PathLike, block: Block, runtime: Runtime) -> None:
+    """Write a block as `.atb`: to a temporary file, then renamed. `runtime` is the one that compiled it."""
+    header = _header(runtime)
+    header.anchor = block.anchor
+    header.n_tokens = len(block.tokens)
+    header.left_context_hash = block.left_context_hash
+    header.n_layers = block.k.shape[0]
+    k, v = np.ascontiguousarray(block.k), np.ascontiguousarray(block.v)
+    tokens = np.ascontiguousarray(block.tokens, dtype=np.int32)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        native.kernels().write_tool_block(os.fspath(path), header, tokens.ctypes.data,
+                                          json.dumps(block.facts, ensure_ascii=False, sort_keys=True),
+                                          k.ctypes.data, v.ctypes.data)
+    except Exception as error:
+        raise BlockError(f"{path}: {native.describe(error)}") from None
+
+
+class BlockFile:
+    """A validated `.atb`, memory-mapped; keys and values are read in place. Raises BlockError naming what is wrong."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            self.file = native.kernels().ToolBlockFile(os.fspath(path))
+        except Exception as error:
+            raise BlockError(native.describe(error)) from None
+        header = self.file.header()
+        self.anchor = int(header.anchor)
+        self.n_tokens = int(header.n_tokens)
+        self.left_context_hash = int(header.left_context_hash)
+        self.facts = json.loads(str(self.file.meta_json()))
+        self.tokens = np.array(self.file.tokens(), dtype=np.int32)
+
+    @property
+    def header(self):
+        return self.file.header()
+
+    def check(self, runtime: Runtime) -> None:
+        """Refuse a block that another model, RoPE scaling or KV type made: BlockError naming the mismatched field."""
+        mismatch = str(native.kernels().header_mismatch(self.file.header(), _header(runtime)))
+        if mismatch:
+            raise BlockError(f"{self.path} does not belong to this model and context: {mismatch}; compile it again")
