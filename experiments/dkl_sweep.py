@@ -23,11 +23,10 @@ from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.fidelity import divergence
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.experiment import experiment_main
+from nexus.pipeline import experiment_main, source_digest_of, write_metrics
 from nexus.progress import progress
 from nexus.prompt import block_tokens, conversation_tokens, query_tokens, system_tokens
 from nexus.runtime import Runtime
-from nexus.sources import code_sha256
 from nexus.splice import Splicer
 from nexus.workload import load_workload, select
 
@@ -139,7 +138,7 @@ def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/dkl_sweep.json`; cells measured earlier are not measured again."""
     sweep = Sweep(cfg)
     inputs = {"experiment": NAME, "config": cfg.resolved(NAME), "model_sha256": sweep.model.sha256,
-              "code": code_sha256(f"experiments.{NAME}")}
+              "code": source_digest_of(NAME)}
     cells = [
         Cell({**inputs, "offset": offset, "case": case.id},
              # Attention over the context makes deep cells a little dearer than their token count.
@@ -153,8 +152,11 @@ def run(cfg: Config, out: Path) -> Path:
     path = out / f"{NAME}.json"
     artifact.write(path, experiment=NAME, tuple_=tuple_of(sweep.model, cfg.model), config=cfg.resolved(NAME),
                    rows=rows, samples=samples,
-                   provenance={**provenance.collect(isa=sweep.splicer.isa, threads=cfg.runtime.n_threads),
-                               "code_sha256": inputs["code"]})
+                   provenance=provenance.collect(isa=sweep.splicer.isa, threads=cfg.runtime.n_threads))
+    write_metrics(out, NAME, {
+        f"{row['arm']}.{row['probe']}.{row['offset']}": {"dkl_nats": row["dkl_nats"].value, "top1": row["top1"].value}
+        for row in rows
+    })
     return path
 
 

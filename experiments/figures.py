@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nexus import artifact, figures
 from nexus.config import ROOT, Config
-from nexus.experiment import experiment_main
+from nexus.pipeline import experiment_main
 
 NAME = "figures"
 PUBLISHED = ROOT / "results" / "published.json"

@@ -18,11 +18,10 @@ from nexus.blocks import Block, compile_blocks
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.experiment import experiment_main
+from nexus.pipeline import experiment_main, source_digest_of, write_metrics
 from nexus.progress import progress
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
-from nexus.sources import code_sha256
 from nexus.splice import Resident, Splicer, choose_isa
 from nexus.workload import load_workload
 
@@ -172,7 +171,7 @@ def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/splice_cost.json`; cells measured earlier are not measured again."""
     bench, sizes = Bench(cfg), cfg.splice_cost
     inputs = {"experiment": NAME, "config": cfg.resolved(NAME), "model_sha256": bench.model.sha256,
-              "code": code_sha256(f"experiments.{NAME}"), "cpu": provenance.collect()["cpu"]}
+              "code": source_digest_of(NAME), "cpu": provenance.collect()["cpu"]}
     cells = [
         Cell({**inputs, "n_tokens": n_tokens, "n_ctx": n_ctx, "v_layout": v_layout, "cells": free},
              # Prefills and shifts dominate; both are left out where cells are fragmented.
@@ -185,8 +184,13 @@ def run(cfg: Config, out: Path) -> Path:
     path = out / f"{NAME}.json"
     artifact.write(path, experiment=NAME, tuple_=tuple_of(bench.model, cfg.model), config=cfg.resolved(NAME), rows=rows,
                    samples=[sample for samples in per_cell for sample in samples],
-                   provenance={**provenance.collect(isa=choose_isa()[0], threads=sizes.n_threads),
-                               "code_sha256": inputs["code"]})
+                   provenance=provenance.collect(isa=choose_isa()[0], threads=sizes.n_threads))
+    write_metrics(out, NAME, {
+        f"{row['v_layout']}.{row['cells']}.{row['n_ctx']}.{row['n_tokens']}": {
+            name: row[name].value for name in ("total_us", "total_per_memcpy", "engine_shift_per_total") if row[name]
+        }
+        for row in rows
+    })
     return path
 
 
