@@ -1,0 +1,287 @@
+"""The configuration of a run: composed by Hydra from `conf/`, or read from `params.yaml`, and checked here.
+
+DVC accepts a wrong type and an unknown key in `params.yaml`, and Hydra accepts any type: this is the only gate.
+"""
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from yaml import YAMLError
+
+from nexus.canonical import sha256_of
+from nexus.weights import ModelSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+# Room that a schema block, the query and the probe need behind the deepest offset.
+ROOM_TOKENS = 512
+# How the same bytes got here, and how the harness runs, do not change what is measured: no part of a config's hash.
+NOT_HASHED = ("results_folder", "run_name", "profile_name", "expected_minutes", "force")
+MODEL_NOT_HASHED = ("path", "carriers", "licence")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; one line per problem: key, value and what is allowed."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _unique(items: Sequence[Any]) -> Sequence[Any]:
+    if len(set(items)) != len(items):
+        raise ValueError("every item may appear once")
+    return items
+
+
+def _ascending(items: Sequence[int]) -> Sequence[int]:
+    if list(items) != sorted(set(items)):
+        raise ValueError("the items must ascend, each once")
+    return items
+
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Ascending = AfterValidator(_ascending)
+Unique = AfterValidator(_unique)
+NotEmpty = Field(min_length=1)
+
+
+class Runtime(_Section):
+    n_ctx: Count
+    """Cells of the KV cache, in tokens."""
+    n_batch: Count
+    """Tokens per decode call; both sides of a comparison are split alike."""
+    n_seq_max: Count
+    """Sequences that share the cache."""
+    n_threads: Count
+    """Threads that llama.cpp decodes with."""
+    flash_attention: bool
+    """Whether flash attention is used; without it V is stored transposed."""
+
+
+class Workload(_Section):
+    tools: Text
+    """JSON file of tool schemas, relative to the repository or absolute."""
+    queries: Text
+    """JSON-lines file of user queries, each naming its tool."""
+    conversation: Text
+    """JSON file of turns that fill the context up to an offset."""
+    system_prompt: Text
+    """The text at the start of every context."""
+
+
+class Statistics(_Section):
+    level: Annotated[float, Field(gt=0, lt=1)]
+    """Confidence level of every interval."""
+
+
+class DklSweep(_Section):
+    offsets: Annotated[list[Annotated[int, Field(ge=0)]], NotEmpty, Ascending]
+    """How far, in tokens, a block is moved away from its anchor."""
+    n_cases: Count
+    """Tool-and-query pairs per offset."""
+    arms: Annotated[list[Literal["bare", "bare-no-reanchor", "noise_floor"]], NotEmpty, Unique]
+    """What is compared with full prefill."""
+    floor_n_batch: Count
+    """Tokens per decode call of the noise floor: another split than runtime.n_batch."""
+
+
+class SpliceCost(_Section):
+    n_tokens: Annotated[list[Count], NotEmpty, Ascending]
+    """Lengths of the spliced block, in tokens."""
+    n_ctx: Annotated[list[Count], NotEmpty, Ascending]
+    """Sizes of the KV cache, in tokens."""
+    v_layouts: Annotated[list[Literal["row", "transposed"]], NotEmpty, Unique]
+    """How the cache stores V."""
+    cells: Annotated[list[Literal["contiguous", "fragmented"]], NotEmpty, Unique]
+    """How the free cells lie."""
+    repetitions: Count
+    """Interleaved repetitions of every timed step but the two below."""
+    shift_pairs: Count
+    """Interleaved pairs of a decode with and without a pending position shift."""
+    prefill_repetitions: Count
+    """Prefills of the block from text."""
+    n_threads: Count
+    """Threads that llama.cpp decodes with while it is timed."""
+
+
+class Config(_Section):
+    """All of it. An experiment gets this object and reads the sections that it needs."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Start of every random stream."""
+    run_name: Name
+    """The folder below results_folder."""
+    results_folder: Text
+    """Where results go, relative to the repository."""
+    profile_name: Name
+    """Which conf/profile this is."""
+    expected_minutes: Annotated[float, Field(gt=0)]
+    """Duration of the whole pipeline on 2 cores with the default model; only shown, before a first run."""
+    force: bool
+    """Whether to measure again what is already there."""
+    model: ModelSpec
+    """The weights: conf/model."""
+    workload: Workload
+    """The text: conf/workload."""
+    runtime: Runtime
+    """How llama.cpp is set up."""
+    statistics: Statistics
+    """How intervals are computed."""
+    dkl_sweep: DklSweep
+    """Figure 1: divergence of a spliced block against its offset."""
+    splice_cost: SpliceCost
+    """What a splice costs, against a memory copy and the engine's own shift."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        runtime, deepest, costs = self.runtime, self.dkl_sweep.offsets[-1], self.splice_cost
+        if self.profile_name != "full" and self.run_name == self.model.name:
+            raise ValueError(
+                f"run_name: {self.run_name!r} belongs to the profile full; "
+                f"with profile {self.profile_name} use another, such as {self.run_name}.{self.profile_name}"
+            )
+        if runtime.n_batch > runtime.n_ctx:
+            raise ValueError(f"runtime.n_batch: {runtime.n_batch} is more than runtime.n_ctx ({runtime.n_ctx})")
+        if self.dkl_sweep.floor_n_batch >= runtime.n_batch:
+            raise ValueError(
+                f"dkl_sweep.floor_n_batch: {self.dkl_sweep.floor_n_batch} splits nothing otherwise than "
+                f"runtime.n_batch ({runtime.n_batch}); use a smaller number"
+            )
+        if deepest + ROOM_TOKENS > runtime.n_ctx:
+            raise ValueError(
+                f"dkl_sweep.offsets: {deepest} and {ROOM_TOKENS} tokens of room do not fit runtime.n_ctx "
+                f"({runtime.n_ctx}); lower the offset or raise runtime.n_ctx"
+            )
+        if 2 * costs.n_tokens[-1] > costs.n_ctx[0]:
+            raise ValueError(
+                f"splice_cost.n_tokens: two blocks of {costs.n_tokens[-1]} tokens do not fit the smallest "
+                f"splice_cost.n_ctx ({costs.n_ctx[0]})"
+            )
+        return self
+
+    def resolved(self, experiment: str) -> dict[str, Any]:
+        """What the experiment's results depend on, as plain data: for its artifact, its hash and its cells.
+
+        Left out are the sections of other experiments, how the weights got here and how the harness runs.
+        """
+        others = {name for name in ("dkl_sweep", "splice_cost") if name != experiment}
+        data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED))
+        data["model"] = {key: value for key, value in data["model"].items() if key not in MODEL_NOT_HASHED}
+        return data
+
+    def sha256(self, experiment: str) -> str:
+        """SHA-256 (64 hex digits) of `resolved(experiment)`: the artifact's `config_sha256`."""
+        return sha256_of(self.resolved(experiment), "config")
+
+
+def compose(overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The composition of `conf/` with Hydra overrides, interpolations resolved, as plain data. Raises ConfigError."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return _plain(hydra_compose("config", list(overrides)))
+    except Exception as error:
+        raise as_config_error(error) from error
+
+
+def params_text(overrides: Iterable[str] = ()) -> str:
+    """The content of `params.yaml` for these overrides, byte for byte as `dvc exp run` writes it."""
+    return OmegaConf.to_yaml(OmegaConf.create(compose(overrides)))
+
+
+def from_hydra(composed: DictConfig) -> Config:
+    """The checked Config of what `@hydra.main` hands to a task. Raises ConfigError."""
+    return validate(_plain(composed))
+
+
+def load_params(path: Path | str) -> Config:
+    """The checked Config of a `params.yaml`. Raises ConfigError, FileNotFoundError."""
+    try:
+        # OmegaConf's loader and not plain PyYAML, which reads 1e6 as text.
+        return validate(_plain(OmegaConf.load(path)))
+    except FileNotFoundError:
+        raise
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+    except Exception as error:
+        raise ConfigError(f"{path}: {as_config_error(error)}") from error
+
+
+def validate(data: Mapping[str, Any]) -> Config:
+    """The Config with these values. Raises ConfigError, with one line per problem."""
+    try:
+        return Config.model_validate(data, strict=True)
+    except ValidationError as error:
+        lines = [_problem(problem) for problem in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def as_config_error(error: Exception) -> ConfigError:
+    """The same problem as ConfigError: a composition error of Hydra or OmegaConf on one line, with a suggestion."""
+    if isinstance(error, ConfigError):
+        return error
+    chain = f"{error}\n{error.__cause__ or ''}"
+    if found := re.search(r"Could not override '([^']+)'", chain):
+        key = found[1]
+        return ConfigError(f"{key}: unknown key{_did_you_mean(key, _known_keys(Config))}")
+    if found := re.search(r"Could not find '([^']+)/([^']+)'", chain):
+        group, name = found.groups()
+        choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        return ConfigError(f"{group}: no choice {name!r}{_did_you_mean(name, choices)}; there are {', '.join(choices)}")
+    if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
+        return ConfigError(f"{error.full_key}: {_first_line(error)}")
+    if isinstance(error, YAMLError):
+        return ConfigError(" ".join(str(error).split()))
+    return ConfigError(_first_line(error))
+
+
+def _plain(composed: Any) -> dict[str, Any]:
+    if not isinstance(composed, DictConfig):
+        raise ConfigError(f"a configuration is a mapping, not a {type(composed).__name__}")
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise as_config_error(error) from error
+
+
+def _problem(problem: Mapping[str, Any]) -> str:
+    # The validator after all fields names its key itself, since it looks at several.
+    key = ".".join(str(step) for step in problem["loc"])
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_did_you_mean(key, _known_keys(Config))}"
+    if problem["type"] == "missing":
+        return f"{key}: missing; it is in conf/config.yaml or in the chosen conf/{key.split('.')[0]}"
+    if not key:
+        return reason
+    return f"{key}: {problem['input']!r} is not allowed; {reason[0].lower()}{reason[1:]}"
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,148 @@
+"""What `dvc.yaml` asks of a run and what `dvc.lock` says was done, read without starting DVC."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from nexus.config import ROOT, Config, ConfigError, compose, validate
+
+PIPELINE, LOCK, PARAMS = "dvc.yaml", "dvc.lock", "params.yaml"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of one run, with the templates of `dvc.yaml` filled in."""
+
+    name: str
+    cmd: str
+    deps: tuple[str, ...]
+    params: Mapping[str, Any]
+    outs: tuple[str, ...]
+
+
+def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
+    """The stages of the run that `cfg` describes, in the order of `dvc.yaml`. Raises ConfigError for a bad template."""
+    values = cfg.model_dump(mode="json")
+
+    def lookup(key: str) -> Any:
+        value: Any = {**values, "item": {"run": cfg.run_name}}
+        for step in key.split("."):
+            if not isinstance(value, dict) or step not in value:
+                raise ConfigError(f"{PIPELINE}: {key}: not a key of the configuration")
+            value = value[step]
+        return value
+
+    def fill(text: str) -> str:
+        return re.sub(r"\$\{([\w.]+)\}", lambda found: str(lookup(found[1])), text)
+
+    def paths(definition: Mapping[str, Any], *kinds: str) -> tuple[str, ...]:
+        items = [item for kind in kinds for item in definition.get(kind, [])]
+        return tuple(fill(item if isinstance(item, str) else next(iter(item))) for item in items)
+
+    return [
+        Stage(
+            name=f"{name}@{cfg.run_name}",
+            cmd=fill(definition["cmd"]),
+            deps=paths(definition, "deps"),
+            params={key: lookup(key) for key in definition.get("params", [])},
+            outs=paths(definition, "outs", "metrics", "plots"),
+        )
+        for name, definition in _load(root / PIPELINE)["stages"].items()
+    ]
+
+
+def verify(root: Path = ROOT) -> list[str]:
+    """One line per difference between the files and `dvc.lock`, for every run in it and the default one; [] if none."""
+    if not (root / LOCK).is_file():
+        return [f"{LOCK} is missing: nothing was measured yet; run `make repro`"]
+    locked = _load(root / LOCK).get("stages", {})
+    problems = []
+    default = validate(compose()).run_name
+    for run in sorted({default} | {name.partition("@")[2] for name in locked}):
+        mine = {name: entry for name, entry in locked.items() if name.partition("@")[2] == run}
+        cfg = _config_of(run)
+        expected = {} if cfg is None else {stage.name: stage for stage in stages(cfg, root)}
+        problems += [f"{name}: not in {LOCK}; it was never run" for name in expected if name not in mine]
+        for name, entry in mine.items():
+            problems += [f"{name}: {problem}" for problem in _changed_files(entry, root)]
+            if name in expected:
+                problems += [f"{name}: {problem}" for problem in _changed_definition(entry, expected[name])]
+            elif expected:
+                problems.append(f"{name}: in {LOCK} but not in {PIPELINE}")
+    return problems
+
+
+def drop_runs(keep: Iterable[str], root: Path = ROOT) -> None:
+    """None, after `dvc.lock` has entries of the runs `keep` only; byte for byte unchanged if it had no others."""
+    path = root / LOCK
+    if not path.is_file():
+        return
+    yaml, keep = YAML(), set(keep)
+    # As DVC writes it.
+    yaml.default_flow_style = False
+    content = yaml.load(path) or {}
+    others = [name for name in content.get("stages", {}) if name.partition("@")[2] not in keep]
+    if not others:
+        return
+    for name in others:
+        del content["stages"][name]
+    partial = path.with_name(f".{LOCK}.tmp")
+    if content["stages"]:
+        yaml.dump(content, partial)
+        partial.replace(path)
+    else:
+        path.unlink()
+
+
+def locked_runs(root: Path = ROOT) -> set[str]:
+    """The names of the runs that `dvc.lock` has entries of."""
+    if not (root / LOCK).is_file():
+        return set()
+    return {name.partition("@")[2] for name in (_load(root / LOCK) or {}).get("stages", {})}
+
+
+def _load(path: Path) -> Any:
+    return YAML(typ="safe").load(path)
+
+
+def _config_of(run: str) -> Config | None:
+    # Only a model's own run has a configuration that its name tells: the profile full of conf/model/<run>.yaml.
+    try:
+        return validate(compose([f"model={run}"]))
+    except ConfigError:
+        return None
+
+
+def _changed_files(entry: Mapping[str, Any], root: Path) -> list[str]:
+    problems = []
+    for kind, word in (("deps", "input"), ("outs", "result")):
+        for file in entry.get(kind, []):
+            path = root / file["path"]
+            if not path.is_file():
+                problems.append(f"{word} {file['path']} is missing")
+                continue
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "md5").hexdigest() != file["md5"]:
+                    problems.append(f"{word} {file['path']} is not what {LOCK} says")
+    return problems
+
+
+def _changed_definition(entry: Mapping[str, Any], stage: Stage) -> list[str]:
+    problems = []
+    if entry["cmd"] != stage.cmd:
+        problems.append(f"command is {stage.cmd!r}, {LOCK} says {entry['cmd']!r}")
+    for kind, word, paths in (("deps", "input", stage.deps), ("outs", "result", stage.outs)):
+        locked = {file["path"] for file in entry.get(kind, [])}
+        problems += [f"{word} {path} is not in {LOCK}" for path in paths if path not in locked]
+        problems += [f"{word} {path} is not in {PIPELINE}" for path in sorted(locked - set(paths))]
+    locked_params = entry.get("params", {}).get(PARAMS, {})
+    for key in sorted(stage.params.keys() | locked_params.keys()):
+        now, then = stage.params.get(key), locked_params.get(key)
+        if now != then:
+            problems.append(f"parameter {key} is {now!r}, {LOCK} says {then!r}")
+    return problems

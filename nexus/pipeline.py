@@ -1,0 +1,212 @@
+"""How one experiment is started: by hand with Hydra overrides, as a sweep, or as a DVC stage. All call the same `run`.
+
+    def run(cfg: Config, out: Path) -> Path: ...       # measures, and returns the main file that it wrote into `out`
+
+    if __name__ == "__main__":
+        experiment_main("dkl_sweep", run)
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nexus.canonical import write_atomically
+from nexus.config import CONF, ROOT, Config, ConfigError, as_config_error, from_hydra, load_params
+from nexus.locks import exclusive
+from nexus.sources import code_sha256, sampling_sha256
+
+Run = Callable[[Config, Path], Path]
+LOCKS = ROOT / ".nexus" / "locks"
+DONE = ROOT / ".nexus" / "done"
+SWEEPS = ROOT / ".nexus" / "sweeps"
+SLUG_LENGTH = 80
+
+
+def experiment_main(name: str, run: Run) -> None:
+    """None, after `run` wrote `<results_folder>/<run_name>`, or one folder per job with `--multirun`.
+
+    An error is one line per problem and exit status 1; NEXUS_DEBUG=1 shows the traceback. In a sweep the other jobs
+    go on, and the failed ones are listed at the end.
+    """
+    debug = debugging()
+    # Hydra then hands its errors over instead of printing them with a traceback.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Paths in the configuration are relative to the repository, wherever the command is given.
+    os.chdir(ROOT)
+    # Jobs of a sweep may run in other processes: they report through files in a folder of their own.
+    sweep = SWEEPS / secrets.token_hex(6)
+    raised: list[Exception] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def task(composed: DictConfig) -> None:
+        job = HydraConfig.get()
+        if job.mode != RunMode.MULTIRUN:
+            try:
+                cfg = from_hydra(composed)
+                execute(name, run, cfg, ROOT / cfg.results_folder / cfg.run_name)
+            except Exception as error:
+                # Kept from Hydra, which would announce it in lines of its own.
+                raised.append(error)
+            return
+        # An error must not leave the task: one launcher stops at it, another forgets all but the first.
+        overrides = list(job.overrides.task)
+        try:
+            cfg = from_hydra(composed)
+            out = ROOT / cfg.results_folder / "multirun" / name / job_folder(overrides, cfg.sha256(name))
+            execute(name, run, cfg, out)
+            problem = None
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            problem = one_line(error)
+        report = {"job": job.job.num, "overrides": overrides, "problem": problem}
+        sweep.mkdir(parents=True, exist_ok=True)
+        write_atomically(sweep / f"{job.job.num}.json", json.dumps(report))
+
+    try:
+        task()
+    except Exception as error:
+        composing = type(error).__module__.startswith(("hydra.", "omegaconf."))
+        raised.append(as_config_error(error) if composing else error)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(130)
+    failed = _report_sweep(name, sweep)
+    if raised and debug:
+        raise raised[0]
+    for error in raised:
+        print(*(f"{name}: {line}" for line in one_line(error).splitlines()), sep="\n", file=sys.stderr)
+    if raised or failed:
+        sys.exit(1)
+
+
+def stage(name: str, params: Path, run_name: str | None = None) -> Path:
+    """The main file of the experiment, measured with the configuration in `params`: what the DVC stages call.
+
+    `run_name` is the run that DVC expects outputs of. Raises ConfigError if `params` is not a valid configuration, is
+    another run's, or if there is no such experiment; LockedError while another process writes the same results.
+    """
+    cfg = load_params(params)
+    if run_name is not None and run_name != cfg.run_name:
+        raise ConfigError(
+            f"{params}: run_name: {cfg.run_name!r} is not the run {run_name!r} that this stage was started for; "
+            "it was changed meanwhile: run again"
+        )
+    files = (ROOT / "experiments").glob("*.py")
+    known = sorted(path.stem for path in files if "\ndef run(" in path.read_text(encoding="utf-8"))
+    if name not in known:
+        raise ConfigError(f"stage: {name!r} is not an experiment; there are {', '.join(known)}")
+    run = importlib.import_module(f"experiments.{name}").run
+    return execute(name, run, cfg, ROOT / cfg.results_folder / cfg.run_name)
+
+
+def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
+    """The main file (or folder) that `run` wrote into `out`.
+
+    Not run where an earlier run here, of the same configuration, code and texts, left this very artifact, unless
+    `cfg.force`. Raises LockedError while another process writes there, and whatever `run` raises.
+    """
+    label = re.sub(r"[^\w.-]+", "-", os.path.relpath(out, ROOT)).strip("-")[-150:] + f".{name}"
+    with exclusive(LOCKS, label):
+        record = DONE / f"{label}.json"
+        inputs = {
+            "config": cfg.sha256(name),
+            "code": code_sha256(f"experiments.{name}"),
+            "texts": [_file_sha256(ROOT / path) for path in (
+                cfg.workload.tools, cfg.workload.queries, cfg.workload.conversation)],
+        }
+        path = out / f"{name}.json"
+        if not cfg.force and _is_current(record, inputs, path):
+            print(f"{name}: {_shown(path)} is complete for this configuration and code; force=true measures it again")
+            return path
+        out.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)
+        path = run(cfg, out)
+        if path.is_file():
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(record, json.dumps(inputs | {"artifact": _file_sha256(path)}))
+    return path
+
+
+def source_digest_of(name: str) -> str:
+    """SHA-256 (64 hex digits) of the code that determines what the experiment samples: for the keys of its cells."""
+    return sampling_sha256(f"experiments.{name}")
+
+
+def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:
+    """`<out>/metrics/<name>.json`, after the headline numbers are in it, for `dvc metrics show` and summaries.
+
+    `numbers` are numbers, or mappings of them, by name with the unit in it; what was not measured (None) is left out.
+    Raises ValueError for NaN and infinities.
+    """
+    path = out / "metrics" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(_numeric(numbers), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def job_folder(overrides: list[str], sha256: str) -> str:
+    """A legal folder name for a sweep's job: its overrides, made harmless and cut, and 8 digits of its config's hash."""
+    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", ",".join(overrides)).replace("=", "-").strip("-.")[:SLUG_LENGTH]
+    return f"{slug or 'defaults'}-{sha256[:8]}"
+
+
+def debugging() -> bool:
+    """Whether tracebacks are wanted instead of one line: NEXUS_DEBUG=1, or Hydra's own HYDRA_FULL_ERROR=1."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("NEXUS_DEBUG", "HYDRA_FULL_ERROR"))
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message; several problems of a configuration keep a line each. Its type where that is needed."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    # These are written for people; anything else needs its type to make sense.
+    ours = type(error).__module__.startswith(("nexus.", "experiments."))
+    return text if ours else f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
+    try:
+        return json.loads(record.read_text(encoding="utf-8")) == {**inputs, "artifact": _file_sha256(path)}
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _numeric(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {key: _numeric(item) if isinstance(item, Mapping) else item for key, item in numbers.items()}
+    return {key: item for key, item in nested.items() if item is not None and item != {}}
+
+
+def _report_sweep(name: str, sweep: Path) -> int:
+    reports = sorted((json.loads(path.read_text()) for path in sweep.glob("*.json")), key=lambda report: report["job"])
+    shutil.rmtree(sweep, ignore_errors=True)
+    failed = [report for report in reports if report["problem"]]
+    if reports:
+        print(f"{name}: {len(reports) - len(failed)} of {len(reports)} jobs done", flush=True)
+    for report in failed:
+        print(f"{name}: failed: {' '.join(report['overrides'])}: {report['problem']}", file=sys.stderr, flush=True)
+    return len(failed)
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path, ROOT) if path.is_relative_to(ROOT) else str(path)

@@ -1,0 +1,55 @@
+"""A run's results in a few lines, from its metrics files; nothing is measured or recomputed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def summary(folder: Path) -> str:
+    """Readable lines about the run in `folder` (`results/<run>`); '' where it has no metrics yet."""
+    parts = []
+    if sweep := _metrics(folder, "dkl_sweep"):
+        parts.append(_divergence(sweep))
+    if costs := _metrics(folder, "splice_cost"):
+        parts.append(_costs(costs))
+    return "\n".join(parts)
+
+
+def _metrics(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads((folder / "metrics" / f"{name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
+
+def _divergence(sweep: dict[str, dict[str, Any]]) -> str:
+    """One line per arm and probe, one column per offset; keys are `<arm>.<probe>.<offset>`."""
+    cells = {tuple(key.rsplit(".", 2)): values.get("dkl_nats") for key, values in sweep.items()}
+    offsets = sorted({int(offset) for _, _, offset in cells})
+    lines = ["Divergence from full prefill, mean in nats, by offset in tokens"]
+    lines.append(f"  {'arm':<17} {'probe':<9}" + "".join(f"{offset:>9}" for offset in offsets))
+    for arm, probe in dict.fromkeys((arm, probe) for arm, probe, _ in cells):
+        values = (cells.get((arm, probe, str(offset))) for offset in offsets)
+        lines.append(f"  {arm:<17} {probe:<9}" + "".join(f"{_number(value):>9}" for value in values))
+    return "\n".join(lines)
+
+
+def _costs(costs: dict[str, dict[str, Any]]) -> str:
+    """One line per V layout and cache size, for contiguous cells; keys are `<layout>.<cells>.<n_ctx>.<n_tokens>`."""
+    rows = [(*key.split("."), values) for key, values in costs.items()]
+    length = min((int(row[3]) for row in rows), key=lambda n_tokens: (abs(n_tokens - 200), n_tokens))
+    lines = [f"Splice of a {length}-token block, contiguous cells, medians"]
+    lines.append(f"  {'V layout':<11} {'n_ctx':>6} {'splice µs':>10} {'/ memcpy':>9} {'engine shift / splice':>22}")
+    for layout, cells, n_ctx, n_tokens, values in rows:
+        if cells == "contiguous" and int(n_tokens) == length:
+            lines.append(
+                f"  {layout:<11} {n_ctx:>6} {_number(values.get('total_us')):>10} "
+                f"{_number(values.get('total_per_memcpy')):>9} {_number(values.get('engine_shift_per_total')):>22}"
+            )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"

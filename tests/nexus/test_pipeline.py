@@ -1,0 +1,189 @@
+"""How experiments are started: skipping, locking, sweeps, and errors in one line."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nexus import pipeline
+from nexus.config import Config, ConfigError, compose, params_text, validate
+from nexus.locks import LockedError
+from nexus.pipeline import execute, job_folder, one_line, stage, write_metrics
+from repository_copy import Copy, copy, pristine  # noqa: F401
+
+NAME = "dkl_sweep"
+
+
+class Counted:
+    """An experiment that counts its runs."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, cfg: Config, out: Path) -> Path:
+        self.runs += 1
+        path = out / f"{NAME}.json"
+        path.write_text(json.dumps({"run": self.runs}))
+        return path
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(pipeline, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(pipeline, "DONE", tmp_path / "done")
+    return tmp_path
+
+
+def test_complete_artifact_is_skipped(places: Path, capsys):
+    run, cfg, out = Counted(), validate(compose()), places / "out"
+    assert execute(NAME, run, cfg, out) == execute(NAME, run, cfg, out) == out / f"{NAME}.json"
+    assert run.runs == 1
+    assert "is complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["config", "code", "text", "artifact", "gone", "force", "record"])
+def test_changed_artifact_is_measured_again(places: Path, monkeypatch, change: str):
+    tools = places / "tools.json"
+    tools.write_text("[]")
+    overrides = [f"workload.tools={tools}"]
+    run, out = Counted(), places / "out"
+    path = execute(NAME, run, validate(compose(overrides)), out)
+    match change:
+        case "config":
+            overrides.append("seed=1")
+        case "code":
+            monkeypatch.setattr(pipeline, "code_sha256", lambda module: "0" * 64)
+        case "text":
+            tools.write_text("[1]")
+        case "artifact":
+            path.write_text("{}")
+        case "gone":
+            path.unlink()
+        case "force":
+            overrides.append("force=true")
+        case "record":
+            for record in (places / "done").iterdir():
+                record.write_text("{")
+    execute(NAME, run, validate(compose(overrides)), out)
+    assert run.runs == 2
+
+
+def test_other_experiments_config_does_not_measure_again(places: Path):
+    run, out = Counted(), places / "out"
+    execute(NAME, run, validate(compose()), out)
+    execute(NAME, run, validate(compose(["splice_cost.repetitions=7"])), out)
+    assert run.runs == 1
+
+
+def test_failed_run_is_not_complete(places: Path):
+    def broken(cfg, out):
+        raise RuntimeError("stopped")
+
+    run, cfg, out = Counted(), validate(compose()), places / "out"
+    execute(NAME, run, cfg, out)
+    with pytest.raises(RuntimeError):
+        execute(NAME, broken, validate(compose(["seed=1"])), out)
+    execute(NAME, run, cfg, out)
+    assert run.runs == 2
+
+
+def test_two_writers_are_refused(places: Path):
+    cfg = validate(compose())
+
+    def nested(cfg, out):
+        with pytest.raises(LockedError):
+            execute(NAME, Counted(), cfg, out)
+        return Counted()(cfg, out)
+
+    assert execute(NAME, nested, cfg, places / "out").is_file()
+
+
+def test_stage_refuses_another_run_and_an_unknown_experiment(tmp_path: Path):
+    params = tmp_path / "params.yaml"
+    params.write_text(params_text())
+    with pytest.raises(ConfigError, match="is not the run 'other'"):
+        stage("figures", params, "other")
+    for name in ("figure", "compiled"):
+        with pytest.raises(ConfigError, match=f"'{name}' is not an experiment; there are dkl_sweep, figures, splice_cost"):
+            stage(name, params)
+
+
+def test_metrics_have_numeric_leaves(tmp_path: Path):
+    path = write_metrics(tmp_path, NAME, {"a": {"b": 1.5, "c": None}, "d": 2, "e": {"f": None}})
+    assert path == tmp_path / "metrics" / "dkl_sweep.json"
+    assert json.loads(path.read_text()) == {"a": {"b": 1.5}, "d": 2}
+    with pytest.raises(ValueError):
+        write_metrics(tmp_path, NAME, {"a": float("nan")})
+    assert json.loads(path.read_text())["d"] == 2
+
+
+@given(st.lists(st.text(), max_size=8), st.lists(st.text(), max_size=8))
+def test_sweep_folders_are_legal_and_unique(overrides: list[str], others: list[str]):
+    folder = job_folder(overrides, "0123456789" * 6)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}", folder)
+    assert folder != job_folder(others, "9876543210" * 6)
+
+
+def test_error_lines():
+    assert one_line(ConfigError("seed: wrong")) == "seed: wrong"
+    assert one_line(OSError("disk\nfull")) == "OSError: disk"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["dkl_sweep.n_case=3"], "dkl_sweep: dkl_sweep.n_case: unknown key; did you mean dkl_sweep.n_cases?"),
+        (["dkl_sweep.n_cases=x"], "dkl_sweep: dkl_sweep.n_cases: 'x' is not allowed; input should be a valid integer"),
+        (["dkl_sweep.n_cases=13"], "dkl_sweep: RuntimeError: thirteen is refused"),
+        (["--multirun", "dkl_sweep.n_case=3,4"], "dkl_sweep: dkl_sweep.n_case: unknown key; did you mean dkl_sweep.n_cases?"),
+    ],
+)
+def test_an_error_is_one_line(copy: Copy, overrides: list[str], message: str):
+    failed = copy.python("experiments.dkl_sweep", *overrides, "profile=quick")
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines() == [message]
+
+
+def test_debugging_shows_the_traceback(copy: Copy):
+    copy.environment["NEXUS_DEBUG"] = "1"
+    failed = copy.python("experiments.dkl_sweep", "profile=quick", "dkl_sweep.n_cases=13")
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr and "thirteen is refused" in failed.stderr
+
+
+def test_plain_run_writes_the_runs_folder_from_anywhere_and_nothing_else(copy: Copy, tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = copy.python("experiments.dkl_sweep", "profile=quick", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    cfg = validate(compose(["profile=quick"]))
+    assert (copy.path / "results" / cfg.run_name / "dkl_sweep.json").is_file()
+    assert list(elsewhere.iterdir()) == []
+    assert copy.git("status", "--porcelain") == ""
+    assert not {"outputs", "multirun"} & set(os.listdir(copy.path))
+
+
+def test_sweep_goes_on_and_lists_what_failed(copy: Copy):
+    long = "x" * 400
+    swept = copy.python("experiments.dkl_sweep", "--multirun", "profile=quick", "dkl_sweep.n_cases=3,13,x,4",
+                        f"workload.system_prompt='a/b [c], d=e {long}'")
+    assert swept.returncode == 1
+    assert "2 of 4 jobs done" in swept.stdout
+    failed = swept.stderr.splitlines()
+    assert len(failed) == 2
+    assert "n_cases=13" in failed[0] and failed[0].endswith("RuntimeError: thirteen is refused")
+    assert "n_cases=x" in failed[1] and "'x' is not allowed" in failed[1]
+    written = sorted(copy.path.glob("results/multirun/dkl_sweep/*/dkl_sweep.json"))
+    assert sorted(json.loads(path.read_text())["n_cases"] for path in written) == [3, 4]
+    assert copy.git("status", "--porcelain") == ""
+
+    copy.calls()
+    again = copy.python("experiments.dkl_sweep", "-m", "profile=quick", "dkl_sweep.n_cases=3,4",
+                        f"workload.system_prompt='a/b [c], d=e {long}'")
+    assert again.returncode == 0, again.stderr
+    assert copy.calls() == []

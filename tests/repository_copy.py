@@ -1,0 +1,137 @@
+"""A copy of this repository in which experiments take no time: the harness around them is what is tested."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = ("dkl_sweep", "splice_cost", "figures")
+FAKE = '''
+import json, time
+from pathlib import Path
+from nexus.config import ROOT
+from nexus.pipeline import experiment_main, write_metrics
+
+NAME = Path(__file__).stem
+
+def run(cfg, out):
+    with (ROOT / "calls.log").open("a") as log:
+        log.write(f"{NAME} {cfg.run_name} {cfg.dkl_sweep.n_cases} {cfg.force}\\n")
+    if cfg.dkl_sweep.n_cases == 13:
+        raise RuntimeError("thirteen is refused")
+    while NAME == "splice_cost" and (ROOT / "wait").exists():
+        time.sleep(0.05)
+    if NAME == "figures":
+        (out / "figures").mkdir(exist_ok=True)
+        for suffix in ("svg", "png"):
+            (out / "figures" / f"figure1.{suffix}").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+        return out / "figures"
+    (out / f"{NAME}.samples.jsonl").write_text("{}\\n")
+    (out / f"{NAME}.json").write_text(json.dumps({"n_cases": cfg.dkl_sweep.n_cases}))
+    write_metrics(out, NAME, {"bare.query.0": {"dkl_nats": 0.5}} if NAME == "dkl_sweep" else
+                  {"row.contiguous.1536.200": {"total_us": 175.0, "engine_shift_per_total": None}})
+    return out / f"{NAME}.json"
+
+if __name__ == "__main__":
+    experiment_main(NAME, run)
+'''
+
+
+class Copy:
+    """A git repository at `path`; commands run with this Python and see no other checkout."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.output = ""
+        identity = {f"GIT_{who}_{what}": "t@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        self.environment = os.environ | identity | {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "DVC_NO_ANALYTICS": "1",
+            "NEXUS_DEBUG": "0",
+            "HYDRA_FULL_ERROR": "0",
+        }
+
+    def duplicate(self, path: Path) -> "Copy":
+        shutil.copytree(self.path, path, symlinks=True)
+        duplicate = Copy(path)
+        duplicate.output = self.output
+        return duplicate
+
+    def python(self, module: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+        return self._run([sys.executable, "-m", module, *arguments], cwd)
+
+    def git(self, *arguments: str) -> str:
+        done = self._run(["git", *arguments], None)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def commit(self) -> None:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "--message", "state")
+
+    def calls(self) -> list[str]:
+        """What was measured since the last call of this method, one line per experiment run."""
+        log = self.path / "calls.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+    def start(self, module: str, *arguments: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=self.path, env=self.environment,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def _run(self, command: list[str], cwd: Path | None) -> subprocess.CompletedProcess:
+        environment = self.environment | {"PYTHONPATH": str(self.path)}
+        return subprocess.run(command, cwd=cwd or self.path, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def make_copy(path: Path) -> Copy:
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True).stdout
+    for name in listed.rstrip("\0").split("\0"):
+        source, parts = ROOT / name, Path(name).parts
+        measured = parts[0] == "results" and len(parts) > 2
+        if source.is_file() and not measured and name != "dvc.lock":
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, path / name)
+    for name in EXPERIMENTS:
+        (path / "experiments" / f"{name}.py").write_text(FAKE)
+    # The copy fetches no weights.
+    with (path / "nexus" / "weights.py").open("a") as weights:
+        weights.write("\n\ndef ensure(spec):\n    return Weights(Path(spec.path or '.'), 'ab' * 32, 1, 'path')\n")
+    with (path / ".gitignore").open("a") as ignore:
+        ignore.write("\ncalls.log\nwait\n")
+    copy = Copy(path)
+    copy.git("init", "--quiet")
+    copy.commit()
+    return copy
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory) -> Copy:
+    """Never changed: tests copy it."""
+    return make_copy(tmp_path_factory.mktemp("pristine") / "repository")
+
+
+@pytest.fixture(scope="session")
+def measured_once(pristine: Copy, tmp_path_factory) -> Copy:
+    """After `nexus repro` of the defaults; never changed: tests copy it."""
+    measured = pristine.duplicate(tmp_path_factory.mktemp("measured") / "repository")
+    done = measured.python("nexus", "repro")
+    assert done.returncode == 0, done.stderr
+    measured.output = done.stdout
+    return measured
+
+
+@pytest.fixture
+def copy(pristine: Copy, tmp_path: Path) -> Copy:
+    return pristine.duplicate(tmp_path / "repository")
+
+
+@pytest.fixture
+def measured(measured_once: Copy, tmp_path: Path) -> Copy:
+    return measured_once.duplicate(tmp_path / "repository")

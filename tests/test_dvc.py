@@ -1,0 +1,223 @@
+"""The pipeline around the experiments: what is run, what is skipped, and what is refused."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from nexus.config import CONF, ROOT, compose, load_params, params_text, validate
+from nexus.lockfile import stages
+from nexus.sources import sources
+from repository_copy import EXPERIMENTS, Copy, copy, measured, measured_once, pristine  # noqa: F401
+
+QWEN, SMOL = "qwen2.5-coder-0.5b", "smollm2-135m"
+
+
+def test_params_yaml_is_the_composition():
+    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == params_text()
+    assert load_params(ROOT / "params.yaml") == validate(compose())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_stage_depends_on_every_source_file_that_it_uses(name: str):
+    cfg = validate(compose())
+    stage = next(stage for stage in stages(cfg) if stage.name == f"{name}@{cfg.run_name}")
+    code = {path for path in stage.deps if path.endswith((".py", ".hpp", ".h", ".schema.json"))}
+    assert code == set(sources(f"experiments.{name}"))
+    data = {path for path in stage.deps if path not in code}
+    texts = set() if name == "figures" else {cfg.workload.tools, cfg.workload.queries, cfg.workload.conversation}
+    assert texts <= data
+
+
+@pytest.mark.parametrize("name", ["dkl_sweep", "splice_cost"])
+def test_stage_depends_on_every_parameter_that_its_results_state(name: str):
+    cfg = validate(compose())
+    stage = next(stage for stage in stages(cfg) if stage.name == f"{name}@{cfg.run_name}")
+    for key, value in cfg.resolved(name).items():
+        if key == "model":
+            assert {f"model.{part}" for part in value} <= stage.params.keys()
+        else:
+            assert stage.params[key] == value
+
+
+def test_no_output_is_cached_or_outside_the_runs_folder():
+    for definition in YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"].values():
+        for kind in ("outs", "metrics", "plots"):
+            for item in definition.get(kind, []):
+                ((path, options),) = item.items()
+                assert path.startswith("${results_folder}/${item.run}/")
+                assert options == {"cache": False}
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in (CONF / "profile").glob("*.yaml")))
+def test_git_ignores_every_profile_but_full(profile: str):
+    cfg = validate(compose([f"profile={profile}"]))
+    checked = subprocess.run(["git", "check-ignore", "-q", f"results/{cfg.run_name}/dkl_sweep.json"], cwd=ROOT)
+    assert checked.returncode == (1 if profile == "full" else 0)
+
+
+def test_dvc_reads_the_pipeline(copy: Copy):
+    dag = copy.python("dvc", "dag", "--dot").stdout
+    assert f'"dkl_sweep@{QWEN}" -> "figures@{QWEN}"' in dag
+    assert all(f'"{name}@{QWEN}"' in dag for name in EXPERIMENTS)
+
+
+def test_first_run_is_real_and_the_second_does_nothing(measured: Copy):
+    n_cases = validate(compose()).dkl_sweep.n_cases
+    assert measured.calls() == [f"{name} {QWEN} {n_cases} False" for name in EXPERIMENTS]
+    assert "0.5000" in measured.output and f"results/{QWEN}/figures/figure1.svg" in measured.output
+    start = time.monotonic()
+    second = measured.python("nexus", "repro")
+    assert "nothing to do" in second.stdout and measured.calls() == []
+    assert time.monotonic() - start < 5
+
+
+def test_changed_result_is_made_again(measured: Copy):
+    measured.calls()
+    (measured.path / f"results/{QWEN}/splice_cost.json").write_text("{}")
+    assert measured.python("nexus", "repro").returncode == 0
+    assert [line.split()[0] for line in measured.calls()] == ["splice_cost"]
+
+
+def test_first_run_in_a_clean_clone_is_real_although_dvc_has_nothing_to_do(measured: Copy, tmp_path: Path):
+    measured.commit()
+    clone = Copy(tmp_path / "clone")
+    measured.git("clone", "--quiet", str(measured.path), str(clone.path))
+    assert clone.python("dvc", "status").stdout.strip() == "Data and pipelines are up to date."
+    assert clone.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
+    assert clone.python("nexus", "repro").returncode == 0
+    assert len(clone.calls()) == 3
+
+
+def test_other_profile_leaves_no_trace_in_git(measured: Copy):
+    measured.commit()
+    measured.calls()
+    committed = [(measured.path / name).read_bytes() for name in ("dvc.lock", "params.yaml")]
+    quick = measured.python("nexus", "repro", "--model", SMOL, "--profile", "quick", "--force")
+    assert quick.returncode == 0, quick.stderr
+    assert [line.split()[1::2] for line in measured.calls()] == [[f"{SMOL}.quick", "True"]] * 3
+    assert measured.git("status", "--porcelain") == ""
+    assert [(measured.path / name).read_bytes() for name in ("dvc.lock", "params.yaml")] == committed
+    assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL, "--profile", "quick").stdout
+
+
+def test_switching_models_and_back_skips(measured: Copy):
+    measured.calls()
+    assert measured.python("nexus", "repro", "--model", SMOL).returncode == 0
+    assert [line.split()[1] for line in measured.calls()] == [SMOL] * 3
+    assert measured.python("dvc", "repro").returncode == 0
+    assert measured.calls() == []
+    assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL).stdout
+    assert measured.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
+
+
+def test_own_file_is_measured_again_when_its_bytes_change(copy: Copy, tmp_path: Path):
+    gguf = tmp_path / "My Model.gguf"
+    gguf.touch()
+    done = copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in copy.calls()] == ["local-My-Model.quick"] * 3
+    weights = copy.path / "nexus" / "weights.py"
+    weights.write_text(weights.read_text().replace("'ab' * 32", "'cd' * 32"))
+    assert "nothing to do" not in copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick").stdout
+    assert len(copy.calls()) == 3
+
+
+def test_killed_run_goes_on(copy: Copy):
+    (copy.path / "wait").touch()
+    run = copy.start("nexus", "repro", "--model", SMOL)
+    try:
+        deadline = time.monotonic() + 30
+        while not (copy.path / "calls.log").exists() or len((copy.path / "calls.log").read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        run.kill()
+        run.wait()
+        # The stage is left over: nobody may write the same results while it lives.
+        refused = copy.python("nexus", "repro", "--model", SMOL)
+        assert refused.returncode == 1 and "is already writing these results" in refused.stderr
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+    (copy.path / "wait").unlink()
+    copy.calls()
+    assert copy.python("nexus", "repro", "--model", SMOL).returncode == 0
+    assert (copy.path / "params.yaml").read_text() == params_text()
+    assert copy.python("nexus", "verify").stdout.splitlines() == [
+        f"{name}@{QWEN}: not in dvc.lock; it was never run" for name in EXPERIMENTS
+    ]
+
+
+def test_failed_stage_is_an_error_and_leaves_default_params(copy: Copy):
+    (copy.path / "experiments" / "splice_cost.py").write_text("def run(cfg, out):\n    raise OSError('disk is full')\n")
+    failed = copy.python("nexus", "repro", "--model", SMOL)
+    assert failed.returncode == 1
+    assert "disk is full" in failed.stderr and "Traceback" not in failed.stderr
+    assert (copy.path / "params.yaml").read_text() == params_text()
+
+
+def test_experiment_reaches_the_code_and_wrong_types_do_not(copy: Copy):
+    done = copy.python("dvc", "exp", "run", "-S", f"model={SMOL}", "-S", "dkl_sweep.n_cases=5")
+    assert done.returncode == 0, done.stderr
+    assert copy.calls() == [f"{name} {SMOL} 5 False" for name in EXPERIMENTS]
+    shown = copy.python("dvc", "metrics", "show", "--json")
+    assert '"dkl_nats": 0.5' in shown.stdout
+    plots = copy.python("dvc", "plots", "show")
+    assert plots.returncode == 0 and "figure1.svg" in (copy.path / "dvc_plots" / "index.html").read_text()
+
+    wrong = copy.python("dvc", "exp", "run", "-S", "dkl_sweep.n_cases=many")
+    assert wrong.returncode != 0 and copy.calls() == []
+    assert "dkl_sweep.n_cases: 'many' is not allowed" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        ("n_seq_max: 8", "n_seq_max: '8'", "runtime.n_seq_max: '8' is not allowed"),
+        ("n_seq_max: 8", "n_seq_max: 8.0", "runtime.n_seq_max: 8.0 is not allowed"),
+        ("flash_attention: true", "flash_attention: 1", "runtime.flash_attention: 1 is not allowed"),
+        ("n_seq_max: 8", "n_seq_max: 8\n  n_sek_max: 8", "runtime.n_sek_max: unknown key; did you mean runtime.n_seq_max?"),
+        ("seed:", "seeed:", "seed: missing"),
+        ("  level: 0.95", "  level: .nan", "statistics.level: nan is not allowed"),
+        ("run_name: ", "run_name: other-", "is not the run"),
+        ("runtime:", "runtime: [", "params.yaml: "),
+    ],
+)
+def test_stage_refuses_edited_params(tmp_path: Path, capsys, before: str, after: str, message: str):
+    from nexus.cli import main
+
+    text = params_text()
+    assert before in text
+    params = tmp_path / "params.yaml"
+    params.write_text(text.replace(before, after, 1))
+    assert main(["stage", "figures", "--params", str(params), "--run", QWEN]) == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("change", ["result", "input", "parameter", "missing", "command"])
+def test_verify_agrees_with_dvc_status(measured: Copy, change: str):
+    path = measured.path / f"results/{QWEN}/dkl_sweep.json"
+    match change:
+        case "result":
+            path.write_text("{}")
+        case "input":
+            with (measured.path / "nexus" / "stats.py").open("a") as file:
+                file.write("\n")
+        case "parameter":
+            config = measured.path / "conf" / "config.yaml"
+            config.write_text(config.read_text().replace("level: 0.95", "level: 0.9"))
+            measured.python("nexus", "params")
+        case "missing":
+            path.unlink()
+        case "command":
+            pipeline = measured.path / "dvc.yaml"
+            pipeline.write_text(pipeline.read_text().replace("stage dkl_sweep --run", "stage dkl_sweep  --run"))
+    verified, status = measured.python("nexus", "verify"), measured.python("dvc", "status")
+    assert verified.returncode == 1
+    assert "up to date" not in status.stdout
+    stages_named = {line.partition(":")[0] for line in verified.stdout.splitlines()}
+    assert stages_named == {line.rstrip(":") for line in status.stdout.splitlines() if line and not line[0].isspace()}
