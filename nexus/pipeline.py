@@ -107,7 +107,7 @@ def stage(name: str, params: Path, run_name: str | None = None) -> Path:
             "it was changed meanwhile: run again"
         )
     files = (ROOT / "experiments").glob("*.py")
-    known = sorted(path.stem for path in files if "\ndef run(" in path.read_text(encoding="utf-8"))
+    known = sorted(path.stem for path in files if re.search(r"^def run\(", path.read_text("utf-8"), re.M))
     if name not in known:
         raise ConfigError(f"stage: {name!r} is not an experiment; there are {', '.join(known)}")
     run = importlib.import_module(f"experiments.{name}").run
