@@ -21,6 +21,7 @@ namespace nexus {
 
 constexpr int32_t kF16 = 1;
 constexpr size_t kCellBytes = 12;
+constexpr size_t kMostCaches = 2;
 constexpr uint32_t kMostLayers = 4096;
 constexpr uint64_t kMostRowBytes = uint64_t(1) << 26;
 
@@ -52,6 +53,9 @@ class KvStateReader {
         state.magic = get<uint32_t>("magic");
         state.seq = get<int32_t>("seq");
         do {
+            if (state.caches.size() == kMostCaches) {
+                refuse("bytes follow the last cache; at most " + std::to_string(kMostCaches) + " are known");
+            }
             state.caches.push_back(read_cache());
         } while (at_ < size_);
         return state;
@@ -63,9 +67,9 @@ class KvStateReader {
                                  std::to_string(size_));
     }
 
-    template <typename T> T get(const char * field) {
+    template <typename T> T get(const std::string & field) {
         if (size_ - at_ < sizeof(T)) {
-            refuse(std::string(field) + " is cut off");
+            refuse(field + " is cut off");
         }
         T value;
         std::memcpy(&value, data_ + at_, sizeof(T));
@@ -73,9 +77,9 @@ class KvStateReader {
         return value;
     }
 
-    size_t skip(uint64_t count, uint64_t each, const char * field) {
+    size_t skip(uint64_t count, uint64_t each, const std::string & field) {
         if (each != 0 && count > (size_ - at_) / each) {
-            refuse(std::string(field) + " is cut off");
+            refuse(field + " is cut off");
         }
         const size_t begin = at_;
         at_ += count * each;
@@ -118,27 +122,31 @@ class KvStateReader {
         return cache;
     }
 
-    uint64_t checked_row_bytes(uint64_t row_bytes, const char * name) const {
-        if (row_bytes == 0 || row_bytes > kMostRowBytes) {
-            refuse(std::string(name) + " row bytes are " + std::to_string(row_bytes));
+    uint64_t checked_row_bytes(uint64_t row_bytes, int32_t type, const std::string & name) const {
+        if (row_bytes == 0 || row_bytes > kMostRowBytes || (type == kF16 && row_bytes % sizeof(uint16_t) != 0)) {
+            refuse(name + " row bytes are " + std::to_string(row_bytes) + " for type " +
+                   std::to_string(type));
         }
         return row_bytes;
     }
 
-    KvLayer read_rows(uint32_t n_cells, const char * name) {
+    KvLayer read_rows(uint32_t n_cells, const std::string & name) {
         KvLayer layer;
-        layer.type = get<int32_t>("type");
-        layer.row_bytes = checked_row_bytes(get<uint64_t>("row bytes"), name);
+        layer.type = get<int32_t>(name + " type");
+        layer.row_bytes = checked_row_bytes(get<uint64_t>(name + " row bytes"), layer.type, name);
         layer.offset = skip(n_cells, layer.row_bytes, name);
         return layer;
     }
 
     KvLayer read_columns(uint32_t n_cells) {
         KvLayer layer;
-        layer.type = get<int32_t>("type");
+        layer.type = get<int32_t>("V type");
         const uint64_t element = get<uint32_t>("V element bytes");
         const uint64_t n_embd = get<uint32_t>("V width");
-        layer.row_bytes = checked_row_bytes(element * n_embd, "V");
+        if (layer.type == kF16 && element != sizeof(uint16_t)) {
+            refuse("V element bytes are " + std::to_string(element) + " for F16, not 2");
+        }
+        layer.row_bytes = checked_row_bytes(element * n_embd, layer.type, "V");
         layer.offset = skip(n_cells, layer.row_bytes, "V");
         return layer;
     }
@@ -152,14 +160,24 @@ class KvStateReader {
 inline KvState parse_kv_state(size_t addr, size_t size) { return KvStateReader(addr, size).read(); }
 
 // Moves every stored position by delta. Positions are never renumbered: masked cells may have left gaps.
+// Throws std::runtime_error, before any position has changed, when one would leave 0 ... 2^31-1.
 inline void shift_positions(size_t blob, const KvState & state, int32_t delta) {
-    for (const KvCache & cache : state.caches) {
-        for (uint32_t i = 0; i < cache.n_cells; ++i) {
-            uint8_t * cell = reinterpret_cast<uint8_t *>(blob) + cache.cells_offset + i * kCellBytes;
-            int32_t pos;
-            std::memcpy(&pos, cell, sizeof(pos));
-            pos += delta;
-            std::memcpy(cell, &pos, sizeof(pos));
+    for (const bool write : {false, true}) {
+        for (const KvCache & cache : state.caches) {
+            for (uint32_t i = 0; i < cache.n_cells; ++i) {
+                uint8_t * cell = reinterpret_cast<uint8_t *>(blob) + cache.cells_offset + i * kCellBytes;
+                int32_t stored;
+                std::memcpy(&stored, cell, sizeof(stored));
+                const int64_t moved = int64_t(stored) + delta;
+                if (moved < 0 || moved > INT32_MAX) {
+                    throw std::runtime_error("kv state: position " + std::to_string(stored) + " of cell " +
+                                             std::to_string(i) + " cannot move by " + std::to_string(delta));
+                }
+                stored = int32_t(moved);
+                if (write) {
+                    std::memcpy(cell, &stored, sizeof(stored));
+                }
+            }
         }
     }
 }
@@ -190,6 +208,10 @@ inline void write_kv_state(size_t out, size_t size, uint32_t magic, uint32_t n_l
     if (n_layer == 0 || n_cells == 0 || size != kv_state_size(n_layer, n_cells, k_row_bytes, v_row_bytes, v_trans)) {
         throw std::invalid_argument("kv state: " + std::to_string(size) + " bytes do not fit " +
                                     std::to_string(n_layer) + " layers of " + std::to_string(n_cells) + " cells");
+    }
+    if (k_row_bytes == 0 || v_row_bytes == 0 || k_row_bytes % sizeof(uint16_t) || v_row_bytes % sizeof(uint16_t)) {
+        throw std::invalid_argument("kv state: rows of " + std::to_string(k_row_bytes) + " and " +
+                                    std::to_string(v_row_bytes) + " bytes are not rows of F16");
     }
     uint8_t * at = reinterpret_cast<uint8_t *>(out);
     const auto put = [&at](auto value) {
@@ -266,6 +288,9 @@ inline void read_kv_block(size_t blob, size_t blob_size, const KvState & state, 
     };
     check(cache.k, k_size, "K");
     check(cache.v, v_size, "V");
+    if (cache.cells_offset > blob_size || cache.n_cells * kCellBytes > blob_size - cache.cells_offset) {
+        throw std::runtime_error("kv state: cells lie outside of the blob");
+    }
     const auto * bytes = reinterpret_cast<const uint8_t *>(blob);
     for (uint32_t i = 0; i < cache.n_cells; ++i) {
         std::memcpy(reinterpret_cast<int32_t *>(positions) + i, bytes + cache.cells_offset + i * kCellBytes, 4);

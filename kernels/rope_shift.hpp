@@ -6,8 +6,10 @@
 // position and are copied.
 //
 // Error: float32 arithmetic on F16 inputs, rounded once to F16. Against exact arithmetic each result is within half an
-// F16 ulp of the pair's magnitude plus 2^-22 of it; two versions differ by at most one such ulp (a fused multiply-add
-// rounds once where the reference rounds twice). The work is 4 flops per 2 bytes: memory-bound when vectorised.
+// F16 ulp of the pair's magnitude plus 2^-22 of it (3 roundings and the table's, each 2^-24 of at most the magnitude);
+// two versions differ by at most one such ulp (a fused multiply-add rounds once where the reference rounds twice). An
+// ulp of the element would be the wrong measure: where the rotation cancels, it is arbitrarily small. Holds while the
+// magnitude is finite in F16 (below 65504). The work is 3 flops per 2 bytes: memory-bound when vectorised.
 //
 // Addresses come from Python as size_t; the caller checks type, length and contiguity. src may equal dst.
 #pragma once
@@ -56,9 +58,10 @@ inline void spread_table(RopeTable & table) {
     }
 }
 
-// Rotates pairs begin ... n_pairs-1 of one head.
+// Rotates pairs begin ... n_pairs-1 of one head: the reference, and what is left over after whole vectors.
 NEXUS_SCALAR_FUNCTION
-inline void rotate_head_scalar(const uint16_t * src, uint16_t * dst, const RopeTable & table, bool neox, size_t begin) {
+inline void rotate_pairs_scalar(const uint16_t * src, uint16_t * dst, const RopeTable & table, bool neox,
+                                size_t begin) {
     const size_t step = neox ? 1 : 2, partner = neox ? table.n_pairs : 1;
     NEXUS_SCALAR_LOOP
     for (size_t i = begin; i < table.n_pairs; ++i) {
@@ -67,6 +70,10 @@ inline void rotate_head_scalar(const uint16_t * src, uint16_t * dst, const RopeT
         dst[i * step] = f32_to_f16(x0 * c - x1 * s);
         dst[i * step + partner] = f32_to_f16(x0 * s + x1 * c);
     }
+}
+
+inline void rotate_head_scalar(const uint16_t * src, uint16_t * dst, const RopeTable & table, bool neox) {
+    rotate_pairs_scalar(src, dst, table, neox, 0);
 }
 
 #if defined(__x86_64__)
@@ -94,7 +101,9 @@ __attribute__((target("avx2,fma,f16c"))) inline void rotate_head_avx2(const uint
             _mm_storeu_si128((__m128i *) (dst + 2 * i), _mm256_cvtps_ph(y, kRound));
         }
     }
-    rotate_head_scalar(src, dst, table, neox, i);
+    if (i < table.n_pairs) {
+        rotate_pairs_scalar(src, dst, table, neox, i);
+    }
 }
 
 __attribute__((target("avx512f,avx512bw,avx512vl"))) inline void rotate_head_avx512(const uint16_t * src,
@@ -123,7 +132,9 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) inline void rotate_head_avx
             _mm256_storeu_si256((__m256i *) (dst + 2 * i), _mm512_cvtps_ph(y, kRound));
         }
     }
-    rotate_head_scalar(src, dst, table, neox, i);
+    if (i < table.n_pairs) {
+        rotate_pairs_scalar(src, dst, table, neox, i);
+    }
 }
 #elif defined(__aarch64__)
 inline float32x4_t load_f16x4(const uint16_t * at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
@@ -146,9 +157,64 @@ inline void rotate_head_neon(const uint16_t * src, uint16_t * dst, const RopeTab
             store_f16x4(dst + 2 * i, vfmaq_f32(vmulq_f32(x, c), vrev64q_f32(x), s));
         }
     }
-    rotate_head_scalar(src, dst, table, neox, i);
+    if (i < table.n_pairs) {
+        rotate_pairs_scalar(src, dst, table, neox, i);
+    }
 }
 #endif
+
+// Rows to rotate, each n_heads x head_dim halves of which the first 2*n_pairs of a head carry a position.
+struct RopeRows {
+    const uint8_t * src;
+    uint8_t * dst;
+    size_t n_rows, src_row_bytes, dst_row_bytes, n_heads, head_dim;
+};
+
+using RotateHead = void (*)(const uint16_t *, uint16_t *, const RopeTable &, bool);
+
+// Inlined into a function of each instruction set, so that the head kernel is inlined too: a head is a few vectors long
+// and a call per head would cost as much as its work.
+template <RotateHead rotate>
+__attribute__((always_inline)) inline void rotate_each_head(const RopeRows & rows, const RopeTable & table, bool neox) {
+    const size_t n_rot = 2 * table.n_pairs, rest = (rows.head_dim - n_rot) * sizeof(uint16_t);
+    for (size_t row = 0; row < rows.n_rows; ++row) {
+        const auto * source = reinterpret_cast<const uint16_t *>(rows.src + row * rows.src_row_bytes);
+        auto * target = reinterpret_cast<uint16_t *>(rows.dst + row * rows.dst_row_bytes);
+        for (size_t head = 0; head < rows.n_heads; ++head, source += rows.head_dim, target += rows.head_dim) {
+            rotate(source, target, table, neox);
+            if (rest != 0 && source != target) {
+                std::memcpy(target + n_rot, source + n_rot, rest);
+            }
+        }
+    }
+}
+
+inline void rope_shift_scalar(const RopeRows & rows, const RopeTable & table, bool neox) {
+    rotate_each_head<rotate_head_scalar>(rows, table, neox);
+}
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma,f16c"))) inline void rope_shift_avx2(const RopeRows & rows, const RopeTable & table,
+                                                                     bool neox) {
+    rotate_each_head<rotate_head_avx2>(rows, table, neox);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl"))) inline void rope_shift_avx512(const RopeRows & rows,
+                                                                                   const RopeTable & table,
+                                                                                   bool neox) {
+    rotate_each_head<rotate_head_avx512>(rows, table, neox);
+}
+#elif defined(__aarch64__)
+inline void rope_shift_neon(const RopeRows & rows, const RopeTable & table, bool neox) {
+    rotate_each_head<rotate_head_neon>(rows, table, neox);
+}
+#endif
+
+inline void rope_shift_identity(const RopeRows & rows) {
+    for (size_t row = 0; row < rows.n_rows; ++row) {
+        std::memmove(rows.dst + row * rows.dst_row_bytes, rows.src + row * rows.src_row_bytes,
+                     rows.n_heads * rows.head_dim * sizeof(uint16_t));
+    }
+}
 
 // cos and sin of delta*theta_i, computed in double: float[n_pairs] each from frequencies double[n_pairs].
 inline void rope_table(double delta, size_t frequencies, size_t n_pairs, size_t cosine, size_t sine) {
@@ -167,33 +233,6 @@ inline bool is_identity(const RopeTable & table) {
         }
     }
     return true;
-}
-
-inline void rope_shift_rows(int isa, const uint8_t * src, uint8_t * dst, size_t n_rows, size_t src_row_bytes,
-                            size_t dst_row_bytes, size_t n_heads, size_t head_dim, size_t n_rot, bool neox,
-                            const RopeTable & table, bool identity) {
-    for (size_t row = 0; row < n_rows; ++row) {
-        const auto * source = reinterpret_cast<const uint16_t *>(src + row * src_row_bytes);
-        auto * target = reinterpret_cast<uint16_t *>(dst + row * dst_row_bytes);
-        if (identity) {
-            std::memmove(target, source, n_heads * head_dim * sizeof(uint16_t));
-            continue;
-        }
-        for (size_t head = 0; head < n_heads; ++head, source += head_dim, target += head_dim) {
-            switch (isa) {
-#if defined(__x86_64__)
-                case kAvx2: rotate_head_avx2(source, target, table, neox); break;
-                case kAvx512: rotate_head_avx512(source, target, table, neox); break;
-#elif defined(__aarch64__)
-                case kNeon: rotate_head_neon(source, target, table, neox); break;
-#endif
-                default: rotate_head_scalar(source, target, table, neox, 0);
-            }
-            if (n_rot < head_dim && source != target) {
-                std::memcpy(target + n_rot, source + n_rot, (head_dim - n_rot) * sizeof(uint16_t));
-            }
-        }
-    }
 }
 
 inline void check_rope_shift(int isa, size_t src_row_bytes, size_t dst_row_bytes, size_t n_heads, size_t head_dim,
@@ -226,11 +265,25 @@ inline void rope_shift_layers(int isa, size_t src_addrs, size_t dst_addrs, size_
     table.cosine = reinterpret_cast<const float *>(cosine);
     table.sine = reinterpret_cast<const float *>(sine);
     spread_table(table);
-    const bool identity = is_identity(table);
+    const bool identity = is_identity(table), neox = layout == 1;
     for (size_t layer = 0; layer < n_layers; ++layer) {
-        rope_shift_rows(isa, reinterpret_cast<const uint8_t *>(reinterpret_cast<const uint64_t *>(src_addrs)[layer]),
-                        reinterpret_cast<uint8_t *>(reinterpret_cast<const uint64_t *>(dst_addrs)[layer]), n_rows,
-                        src_row_bytes, dst_row_bytes, n_heads, head_dim, n_rot, layout == 1, table, identity);
+        const RopeRows rows = {
+            reinterpret_cast<const uint8_t *>(reinterpret_cast<const uint64_t *>(src_addrs)[layer]),
+            reinterpret_cast<uint8_t *>(reinterpret_cast<const uint64_t *>(dst_addrs)[layer]),
+            n_rows, src_row_bytes, dst_row_bytes, n_heads, head_dim};
+        if (identity) {
+            rope_shift_identity(rows);
+            continue;
+        }
+        switch (isa) {
+#if defined(__x86_64__)
+            case kAvx2: rope_shift_avx2(rows, table, neox); break;
+            case kAvx512: rope_shift_avx512(rows, table, neox); break;
+#elif defined(__aarch64__)
+            case kNeon: rope_shift_neon(rows, table, neox); break;
+#endif
+            default: rope_shift_scalar(rows, table, neox);
+        }
     }
 }
 

@@ -7,7 +7,9 @@
 //
 // 2 MiB alignment lets the system map keys and values with huge pages. Every byte of the file lies under one of four
 // checksums, and a changed byte is certain to be seen, not just likely: each step of the checksum is a bijection of its
-// state, so two inputs that differ in one word end in different states.
+// state, so two inputs that differ in one word end in different states. The checksums guard against damage, not against
+// somebody who writes a false file and its checksums; the size checks keep such a file from being read past its end.
+// A file must not be cut while it is mapped: blocks are replaced by rename, never rewritten.
 #pragma once
 
 #include <cerrno>
@@ -16,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -29,6 +32,7 @@
 namespace nexus {
 
 constexpr size_t kBlockAlignment = size_t(2) << 20;
+constexpr size_t kMostTensorBytes = size_t(1) << 40;
 constexpr uint16_t kBlockVersion = 1;
 constexpr uint16_t kBlockF16 = 1;
 
@@ -102,8 +106,15 @@ static_assert(offsetof(ToolBlockHeader, header_checksum) == 120, "the header's o
 
 inline size_t block_aligned(size_t bytes) { return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment; }
 
+// Bytes of K or V; SIZE_MAX when the product does not fit.
 inline size_t block_tensor_bytes(const ToolBlockHeader & h, uint16_t head_dim) {
-    return size_t(h.n_layers) * h.n_tokens * h.n_head_kv * head_dim * sizeof(uint16_t);
+    size_t bytes = sizeof(uint16_t);
+    for (const size_t count : {size_t(h.n_layers), size_t(h.n_tokens), size_t(h.n_head_kv), size_t(head_dim)}) {
+        if (__builtin_mul_overflow(bytes, count, &bytes)) {
+            return SIZE_MAX;
+        }
+    }
+    return bytes;
 }
 inline size_t block_k_offset(const ToolBlockHeader & h) { return block_aligned(sizeof(h) + h.meta_bytes); }
 inline size_t block_v_offset(const ToolBlockHeader & h) {
@@ -113,11 +124,44 @@ inline size_t block_file_bytes(const ToolBlockHeader & h) {
     return block_v_offset(h) + block_tensor_bytes(h, h.head_dim_v);
 }
 
+// "" or what is impossible about a header's own fields, so that neither writer nor reader computes with them.
+inline std::string impossible_field(const ToolBlockHeader & h) {
+    const auto found = [](const char * field, uint64_t value, const std::string & wanted) {
+        return std::string(field) + " is " + std::to_string(value) + ", expected " + wanted;
+    };
+    if (h.n_tokens == 0) return found("n_tokens", h.n_tokens, "at least 1");
+    if (h.n_layers == 0) return found("n_layers", h.n_layers, "at least 1");
+    if (h.n_head_kv == 0) return found("n_head_kv", h.n_head_kv, "at least 1");
+    if (h.head_dim_k == 0) return found("head_dim_k", h.head_dim_k, "at least 1");
+    if (h.head_dim_v == 0) return found("head_dim_v", h.head_dim_v, "at least 1");
+    if (h.n_rot % 2 != 0 || h.n_rot > h.head_dim_k) {
+        return found("n_rot", h.n_rot, "an even number of at most head_dim_k = " + std::to_string(h.head_dim_k));
+    }
+    if (h.rope_layout > 1) return found("rope_layout", h.rope_layout, "0 (adjacent pairs) or 1 (halves)");
+    if (h.rope_scaling_type > 2) return found("rope_scaling_type", h.rope_scaling_type, "0, 1 or 2");
+    if (h.k_type != kBlockF16) return found("k_type", h.k_type, "1 (F16)");
+    if (h.v_type != kBlockF16) return found("v_type", h.v_type, "1 (F16)");
+    for (const uint16_t head_dim : {h.head_dim_k, h.head_dim_v}) {
+        if (block_tensor_bytes(h, head_dim) > kMostTensorBytes) {
+            return found("n_tokens", h.n_tokens,
+                         "fewer: K or V would exceed " + std::to_string(kMostTensorBytes) + " bytes");
+        }
+    }
+    return "";
+}
+
 // "" or the first field in which a block and the live model differ, with both values.
 inline std::string header_mismatch(const ToolBlockHeader & block, const ToolBlockHeader & model) {
     const auto differ = [](const char * field, auto have, auto want) {
-        return std::string(field) + " is " + std::to_string(have) + " in the block and " + std::to_string(want) +
-               " in the model";
+        const auto text = [](auto value) {
+            if (std::is_integral<decltype(value)>::value) {
+                return std::to_string(value);
+            }
+            char digits[32];  // all 17, or two different doubles could look alike
+            std::snprintf(digits, sizeof(digits), "%.17g", double(value));
+            return std::string(digits);
+        };
+        return std::string(field) + " is " + text(have) + " in the block and " + text(want) + " in the model";
     };
     if (std::memcmp(block.model_fingerprint, model.model_fingerprint, sizeof(block.model_fingerprint)) != 0) {
         const auto hex = [](const uint8_t * bytes) {
@@ -154,7 +198,7 @@ inline std::string header_mismatch(const ToolBlockHeader & block, const ToolBloc
 class ToolBlockFile {
   public:
     explicit ToolBlockFile(const std::string & path) : path_(path) {
-        const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
         if (file < 0) {
             refuse(std::string("cannot be opened: ") + std::strerror(errno));
         }
@@ -222,9 +266,11 @@ class ToolBlockFile {
         expect("header_bytes", header_.header_bytes, sizeof(header_));
         expect("header_checksum", checksum64(data_, offsetof(ToolBlockHeader, header_checksum)),
                header_.header_checksum);
-        expect("k_type", header_.k_type, kBlockF16);
-        expect("v_type", header_.v_type, kBlockF16);
-        if (header_.n_tokens == 0 || header_.meta_bytes < header_.n_tokens * sizeof(int32_t) ||
+        const std::string impossible = impossible_field(header_);
+        if (!impossible.empty()) {
+            refuse("is refused: " + impossible);
+        }
+        if (header_.meta_bytes < header_.n_tokens * sizeof(int32_t) ||
             header_.meta_bytes > size_) {
             refuse("is refused: meta_bytes " + std::to_string(header_.meta_bytes) + " does not fit n_tokens " +
                    std::to_string(header_.n_tokens));
@@ -252,12 +298,18 @@ inline void write_tool_block(const std::string & path, const ToolBlockHeader & f
     std::memcpy(header.magic, fresh.magic, sizeof(fresh.magic));
     header.version = kBlockVersion;
     header.header_bytes = sizeof(header);
-    header.meta_bytes = uint32_t(header.n_tokens * sizeof(int32_t) + facts.size());
+    const std::string impossible = impossible_field(header);
+    if (!impossible.empty()) {
+        throw std::invalid_argument("block " + path + " cannot be written: " + impossible);
+    }
+    const size_t meta_bytes = header.n_tokens * sizeof(int32_t) + facts.size();
+    if (meta_bytes > UINT32_MAX) {
+        throw std::invalid_argument("block " + path + " cannot be written: meta_bytes is " +
+                                    std::to_string(meta_bytes) + ", expected less than 4 GiB");
+    }
+    header.meta_bytes = uint32_t(meta_bytes);
     const size_t k_bytes = block_tensor_bytes(header, header.head_dim_k);
     const size_t v_bytes = block_tensor_bytes(header, header.head_dim_v);
-    if (k_bytes == 0 || v_bytes == 0) {
-        throw std::invalid_argument("block " + path + ": n_layers, n_tokens, n_head_kv and head dims must be positive");
-    }
     const size_t k_offset = block_k_offset(header), v_offset = block_v_offset(header);
 
     header.file_bytes = block_file_bytes(header);
