@@ -23,7 +23,7 @@ from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.fidelity import divergence
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import experiment_main, source_digest_of, write_metrics
+from nexus.pipeline import cell_inputs, experiment_main, write_metrics
 from nexus.progress import progress
 from nexus.prompt import block_tokens, conversation_tokens, query_tokens, system_tokens
 from nexus.runtime import Runtime
@@ -137,8 +137,7 @@ def summarise(cfg: Config, samples: list[dict]) -> list[dict]:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/dkl_sweep.json`; cells measured earlier are not measured again."""
     sweep = Sweep(cfg)
-    inputs = {"experiment": NAME, "config": cfg.resolved(NAME), "model_sha256": sweep.model.sha256,
-              "code": source_digest_of(NAME)}
+    inputs = cell_inputs(NAME, cfg, sweep.model.sha256)
     cells = [
         Cell({**inputs, "offset": offset, "case": case.id},
              # Attention over the context makes deep cells a little dearer than their token count.
@@ -146,7 +145,8 @@ def run(cfg: Config, out: Path) -> Path:
              label=f"offset {offset}, {case.tool}")
         for offset in cfg.dkl_sweep.offsets for case in sweep.cases
     ]
-    per_cell = run_cells(cells, sweep.measure, store=CellStore(), progress=progress, description="placement sweep")
+    per_cell = run_cells(cells, sweep.measure, store=CellStore(), progress=progress, anew=cfg.force,
+                         description="placement sweep")
     samples = [sample for cell in per_cell for sample in cell]
     rows = summarise(cfg, samples)
     path = out / f"{NAME}.json"

@@ -18,7 +18,7 @@ from nexus.blocks import Block, compile_blocks
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import experiment_main, source_digest_of, write_metrics
+from nexus.pipeline import cell_inputs, experiment_main, write_metrics
 from nexus.progress import progress
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
@@ -170,8 +170,7 @@ def summarise(cfg: Config, per_cell: list[list[dict]]) -> list[dict]:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/splice_cost.json`; cells measured earlier are not measured again."""
     bench, sizes = Bench(cfg), cfg.splice_cost
-    inputs = {"experiment": NAME, "config": cfg.resolved(NAME), "model_sha256": bench.model.sha256,
-              "code": source_digest_of(NAME), "cpu": provenance.collect()["cpu"]}
+    inputs = cell_inputs(NAME, cfg, bench.model.sha256) | {"cpu": provenance.collect()["cpu"]}
     cells = [
         Cell({**inputs, "n_tokens": n_tokens, "n_ctx": n_ctx, "v_layout": v_layout, "cells": free},
              # Prefills and shifts dominate; both are left out where cells are fragmented.
@@ -179,7 +178,8 @@ def run(cfg: Config, out: Path) -> Path:
              label=f"{n_tokens} tokens, n_ctx {n_ctx}, V {v_layout}, {free}")
         for n_ctx in sizes.n_ctx for v_layout in sizes.v_layouts for free in sizes.cells for n_tokens in sizes.n_tokens
     ]
-    per_cell = run_cells(cells, bench.measure, store=CellStore(), progress=progress, description="splice cost")
+    per_cell = run_cells(cells, bench.measure, store=CellStore(), progress=progress, anew=cfg.force,
+                         description="splice cost")
     rows = summarise(cfg, per_cell)
     path = out / f"{NAME}.json"
     artifact.write(path, experiment=NAME, tuple_=tuple_of(bench.model, cfg.model), config=cfg.resolved(NAME), rows=rows,

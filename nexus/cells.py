@@ -102,10 +102,12 @@ def run_cells(
     store: CellStore,
     progress: Callable[..., AbstractContextManager[Any]],
     description: str = "measuring",
+    anew: bool = False,
 ) -> list[Samples]:
     """The samples of each cell, in the order of `cells`; only what the store does not hold is measured.
 
     measure    called with one missing cell at a time, in order; its samples are saved before the next cell
+    anew       measure every cell, whatever the store holds
     progress   `with progress(description, total=…, unit="cells", done=…) as bar`, which offers `bar.advance(weight)`
                and `bar.note(text)`; totals are sums of weights
 
@@ -115,7 +117,7 @@ def run_cells(
     """
     keys = [store.key(**cell.inputs) for cell in cells]
     _check(cells, keys)
-    found = [store.load(key) for key in keys]
+    found = [None if anew else store.load(key) for key in keys]
     resumed = [cell.weight for cell, samples in zip(cells, found, strict=True) if samples is not None]
     total = math.fsum(cell.weight for cell in cells)
     with progress(description, total=total, unit="cells", done=math.fsum(resumed)) as bar:

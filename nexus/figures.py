@@ -52,18 +52,19 @@ def figure1(artifact: dict, published: dict) -> Figure:
                     _curve(panel, [places[row["offset"]] for row in cells], [row["dkl_nats"] for row in cells], style)
             panel.set_title(f"Read {PROBE_TITLES[probe]}", loc="left", fontsize=10)
             panel.set_yscale("symlog", linthresh=LINEAR_BELOW_NATS, linscale=0.5)
-            panel.set_ylim(bottom=-2e-5)
             panel.set_xticks(range(len(offsets)), [str(offset) for offset in offsets])
             panel.set_xlabel("distance from the compile position (tokens)")
             panel.grid(axis="y", color="#DDDDDD", linewidth=0.5)
             panel.set_axisbelow(True)
+        tops = [row["dkl_nats"]["ci_high"] or row["dkl_nats"]["value"] for row in rows]
+        panels[0][0].set_ylim(-2e-5, 2 * max(*tops, high))
         panels[0][0].set_ylabel(r"$D_{\mathrm{KL}}$(full prefill ‖ spliced), nats")
         handles, labels = panels[0][0].get_legend_handles_labels()
         n = max(row["dkl_nats"]["n"] for row in rows)
         figure.suptitle(f"A block moved away from where it was compiled: {artifact['tuple']['model']}, "
                         f"mean of {n} queries, 95 % bootstrap intervals", fontsize=10, x=0.01, ha="left")
         figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=8)
-        figure.tight_layout(rect=(0, 0.12, 1, 0.97))
+        figure.tight_layout(rect=(0, 0.12, 1, 1.0))
     return figure
 
 

@@ -126,8 +126,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
         inputs = {
             "config": cfg.sha256(name),
             "code": code_sha256(f"experiments.{name}"),
-            "texts": [_file_sha256(ROOT / path) for path in (
-                cfg.workload.tools, cfg.workload.queries, cfg.workload.conversation)],
+            "texts": _texts(cfg),
         }
         path = out / f"{name}.json"
         if not cfg.force and _is_current(record, inputs, path):
@@ -142,9 +141,15 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
     return path
 
 
-def source_digest_of(name: str) -> str:
-    """SHA-256 (64 hex digits) of the code that determines what the experiment samples: for the keys of its cells."""
-    return sampling_sha256(f"experiments.{name}")
+def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
+    """What all cells of the experiment depend on: configuration, weights, texts, and the code that samples."""
+    return {
+        "experiment": name,
+        "config": cfg.resolved(name),
+        "model_sha256": model_sha256,
+        "texts": _texts(cfg),
+        "code": sampling_sha256(f"experiments.{name}"),
+    }
 
 
 def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:
@@ -185,6 +190,11 @@ def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
         return json.loads(record.read_text(encoding="utf-8")) == {**inputs, "artifact": _file_sha256(path)}
     except (FileNotFoundError, ValueError):
         return False
+
+
+def _texts(cfg: Config) -> list[str]:
+    workload = cfg.workload
+    return [_file_sha256(ROOT / path) for path in (workload.tools, workload.queries, workload.conversation)]
 
 
 def _file_sha256(path: Path) -> str:

@@ -14,7 +14,8 @@ import psutil
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
 # What a run itself writes: a second run of clean code must not call itself dirty.
-OUTPUTS = ("results", "dvc.lock")
+# params.yaml describes another run while that run is at work.
+OUTPUTS = ("results", "dvc.lock", "params.yaml")
 
 PACKAGES = (
     "cppyy",

@@ -67,6 +67,14 @@ def test_all_cells_are_measured_in_order_and_then_never_again(tmp_path):
     assert bar.notes == ["6 of 6 cells were already measured"]
 
 
+def test_anew_measures_what_is_already_stored(tmp_path):
+    store = CellStore(tmp_path / "cells")
+    run(store)
+    measure = Measure()
+    run_cells(CELLS, measure, store=store, progress=Bar(), anew=True)
+    assert measure.seen == list(range(6))
+
+
 def test_an_error_keeps_the_cells_before_it(tmp_path):
     store = CellStore(tmp_path)
     with pytest.raises(RuntimeError, match="out of memory"):
