@@ -86,7 +86,7 @@ class _Bar(Meter):
         self._task = bar.add_task(self.description, total=self.total, completed=self.done, detail="")
 
     def note(self, text: str) -> None:
-        self._bar.console.print(f"{self.description}: {text}", markup=False)
+        self._bar.console.print(f"{self.description}: {text}", markup=False, highlight=False)
 
     def show(self, last: bool = False) -> None:
         left = self.seconds_left
