@@ -89,7 +89,8 @@ def label(carrier: Carrier) -> str:
             return f"local {carrier.path}"
         case HubCarrier():
             return f"hub {carrier.repo}@{carrier.revision}"
-    return f"pypi {carrier.packages[0]}=={carrier.version}" + (" and the following" if len(carrier.packages) > 1 else "")
+    following = " and the following" if len(carrier.packages) > 1 else ""
+    return f"pypi {carrier.packages[0]}=={carrier.version}{following}"
 
 
 def fetch(carrier: Carrier, name: str, size_bytes: int, targets: Sequence[Path]) -> Path:

@@ -96,7 +96,7 @@ class _Bar(Meter):
 
 @contextmanager
 def progress(description: str, total: float, unit: str = "cells", done: float = 0.0) -> Iterator[Meter]:
-    """A Meter that shows itself on standard error. `total` and `done` are sums of weights, or bytes for unit "bytes"."""
+    """A Meter that shows itself on standard error; `total` and `done` are sums of weights, for unit "bytes" bytes."""
     console = Console(stderr=True)
     if not console.is_terminal:
         lines = _Lines(description, total, unit, done)

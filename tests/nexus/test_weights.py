@@ -316,7 +316,8 @@ def hub(tmp_path: Path, monkeypatch):
     server = Hub()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     # What has come of a chunk is lost when the line is cut; the real chunks are larger than our file.
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
