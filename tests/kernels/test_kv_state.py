@@ -1,6 +1,7 @@
 """The state blob: written, parsed and read back in both V layouts; anything damaged is refused or read consistently."""
 from __future__ import annotations
 
+import re
 import struct
 
 import cppyy
@@ -149,14 +150,25 @@ def test_shift_adds_to_every_position_or_changes_nothing(k, positions, delta):
         np.testing.assert_array_equal(blob, before)
 
 
-def test_quantised_rows_parse_but_are_not_read(k):
+@pytest.mark.parametrize(("type_k", "type_v", "named"), [(Q8_0, Q8_0, "K"), (Q8_0, F16, "K"), (F16, Q8_0, "V")])
+def test_quantised_rows_parse_but_are_not_read(k, type_k, type_v, named):
     cells = CELL.pack(0, 1, 0)
-    rows = struct.pack("<iQ", Q8_0, 34) + bytes(34)
-    blob = blob_of(struct.pack("<II", 1, 1) + cells + struct.pack("<II", 0, 1) + rows + rows)
+    keys, values = (struct.pack("<iQ", kind, 34) + bytes(34) for kind in (type_k, type_v))
+    blob = blob_of(struct.pack("<II", 1, 1) + cells + struct.pack("<II", 0, 1) + keys + values)
     state = parse(k, blob)
-    assert int(state.caches[0].k[0].type) == Q8_0
-    with pytest.raises(Exception, match="K type is 8, only F16"):
+    assert (int(state.caches[0].k[0].type), int(state.caches[0].v[0].type)) == (type_k, type_v)
+    with pytest.raises(Exception, match=f"{named} type is 8, only F16"):
         read(k, blob, 1, 1, 17, 17)
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_layers_of_different_width_parse_but_are_not_one_block(k, v_trans):
+    """The total would fit the targets: read as equal rows, both layers would be cut in the wrong place."""
+    narrow, wide = (np.zeros((2, width), dtype=np.uint16) for width in (2, 6))
+    even = [np.zeros((2, 4), dtype=np.uint16)] * 2
+    for keys, values, named in (([narrow, wide], even, "K"), (even, [narrow, wide], "V")):
+        with pytest.raises(Exception, match=f"{named} rows differ between layers"):
+            read(k, blob_of(cache_bytes([0, 1], keys, values, v_trans)), 2, 2, 4, 4)
 
 
 @pytest.mark.parametrize("v_trans", [False, True])
@@ -191,13 +203,18 @@ FIELDS = [
     (20, "I", 2, "n_seq of cell 0 is 2, not 1"),
     (32, "I", 0, "n_seq of cell 1 is 0, not 1"),
     (40, "I", 2, "v_trans is 2"),
+    (40, "I", 7, "v_trans is 7"),
     (44, "I", 0, "n_layer is 0"),
     (44, "I", 4097, "n_layer is 4097"),
+    (44, "I", 0xffffffff, "n_layer is 4294967295"),
     (44, "I", 4096, "K type is cut off"),
     (52, "Q", 0, "K row bytes are 0"),
     (52, "Q", 3, "K row bytes are 3 for type 1"),
     (52, "Q", 2**63, "K row bytes are 9223372036854775808"),
     (52, "Q", 2**26, "K is cut off"),
+    (72, "Q", 0, "V row bytes are 0"),
+    (72, "Q", 2**63, "V row bytes are 9223372036854775808"),
+    (72, "Q", 6, "V is cut off"),
 ]
 
 
@@ -206,9 +223,12 @@ def test_an_impossible_field_is_named_with_its_value(k, offset, kind, value, mes
     keys, values = tensors(1, 2, 2, 2)
     blob = blob_of(cache_bytes([0, 1], list(keys), list(values), False))
     struct.pack_into("<" + kind, blob, offset, value)
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(cppyy.gbl.std.runtime_error) as caught:
         parse(k, blob)
     assert message in str(caught.value)
+    # How far the reader had come: never short of the bad field, never past the end.
+    at, size = map(int, re.search(r"at byte (\d+) of (\d+)", str(caught.value)).groups())
+    assert offset <= at <= size == len(blob)
 
 
 @pytest.mark.parametrize(("element", "width"), [(1, 4), (4, 1), (0, 2), (2, 0), (2, 2**31), (2**31, 2)])

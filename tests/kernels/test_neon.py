@@ -1,12 +1,10 @@
 """The NEON kernels, cross-compiled and run under qemu-user: the only place where an x86 machine sees that path.
 
 Needs Debian's `g++-aarch64-linux-gnu` and `qemu-user-static`. Without them the test is skipped, except where the
-environment says `CI=true`: there it fails, so that the path cannot go untested unnoticed.
+environment sets CI: there it fails, so that the path cannot go untested unnoticed.
 """
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,19 +13,13 @@ import pytest
 from nexus.native import KERNELS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user-static"}
 SOURCE = Path(__file__).with_name("neon_check.cpp")
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
+def program(need_programs, tmp_path_factory) -> Path:
     """The check, compiled for aarch64."""
-    missing = [package for tool, package in PACKAGES.items() if shutil.which(tool) is None]
-    if missing:
-        reason = f"cannot run NEON code here: install {' and '.join(missing)}"
-        if os.environ.get("CI", "").lower() == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need_programs(COMPILER, EMULATOR)
     program = tmp_path_factory.mktemp("neon") / "neon_check"
     subprocess.run([COMPILER, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", f"-I{KERNELS}", SOURCE,
                     "-o", program], check=True, timeout=120)

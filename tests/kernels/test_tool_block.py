@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 from pathlib import Path
 
@@ -319,6 +320,39 @@ def test_failed_writes_leave_nothing_and_keep_what_was_there(k, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.atb"]
 
 
+def test_a_folder_that_may_not_be_written_is_refused_and_keeps_its_block(k, path, tmp_path):
+    """Root may write anywhere, so it steps down; nobody else may enter pytest's folders."""
+    write(k, tmp_path / "a.atb")
+    root = os.geteuid() == 0
+    tmp_path.chmod(0o500)
+    try:
+        if root:
+            os.seteuid(65534)
+        with pytest.raises(Exception, match="cannot be written: Permission denied"):
+            write(k, tmp_path / "a.atb", shape=SHAPE | {"n_tokens": 5})
+    finally:
+        if root:
+            os.seteuid(0)
+        tmp_path.chmod(0o700)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.atb"]
+    assert (tmp_path / "a.atb").read_bytes() == path.read_bytes()
+
+
+def test_a_write_that_fails_halfway_leaves_the_old_block_alone(k, path, tmp_path):
+    """A limit on file sizes stands for a full disk: the header and the keys still fit, the values do not."""
+    target = tmp_path / "a.atb"
+    write(k, target)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ALIGNMENT, limits[1]))
+    try:
+        with pytest.raises(Exception, match="cannot be written: File too large"):
+            write(k, target, shape=SHAPE | {"n_tokens": 5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.atb"]
+    assert target.read_bytes() == path.read_bytes()
+
+
 def test_writing_replaces_a_block_without_touching_its_readers(k, tmp_path):
     path = tmp_path / "a.atb"
     tokens, keys, _ = write(k, path)
@@ -335,28 +369,41 @@ def test_same_input_gives_the_same_bytes(k, path, tmp_path):
     assert (tmp_path / "again.atb").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize(("field", "value", "shown"), [
-    ("n_layers", 3, "n_layers is 3 in the block and 2 in the model"),
-    ("n_head_kv", 2, "n_head_kv is 2 in the block and 1 in the model"),
-    ("head_dim_k", 8, "head_dim_k is 8"), ("head_dim_v", 8, "head_dim_v is 8"), ("n_rot", 2, "n_rot is 2"),
-    ("rope_layout", 0, "rope_layout is 0 in the block and 1 in the model"),
-    ("rope_scaling_type", 2, "rope_scaling_type is 2"),
-    ("rope_base", 1000000.0000000001, "rope_base is 1000000.0000000001 in the block and 1000000 in the model"),
-    ("rope_freq_scale", 0.25, "rope_freq_scale is 0.25 in the block and 1 in the model"),
-    ("rope_freq_scale", float("nan"), "rope_freq_scale is nan"),
-    ("rope_freq_hash", 6, "rope_freq_hash is 6"), ("k_type", 8, "k_type is 8"), ("v_type", 8, "v_type is 8"),
-])
-def test_a_model_dependent_field_that_differs_is_named_with_both_values(k, field, value, shown):
-    assert shown in str(k.header_mismatch(header_of(k, **{field: value}), header_of(k)))
+# Model-dependent fields: (value in the block, value in the model, as it is shown for both).
+DIFFERENCES = [
+    ("n_layers", 3, "3", "2"), ("n_head_kv", 2, "2", "1"), ("head_dim_k", 8, "8", "4"), ("head_dim_v", 8, "8", "6"),
+    ("n_rot", 2, "2", "4"), ("rope_layout", 0, "0", "1"), ("rope_scaling_type", 2, "2", "0"),
+    ("rope_base", 1000000.0000000001, "1000000.0000000001", "1000000"), ("rope_freq_scale", 0.25, "0.25", "1"),
+    ("rope_freq_scale", float("nan"), "nan", "1"), ("rope_freq_hash", 6, "6", str(2**63 + 5)),
+    ("k_type", 8, "8", "1"), ("v_type", 8, "8", "1"),
+]
+BLOCK_FIELDS = ["anchor", "n_tokens", "left_context_hash", "meta_bytes", "meta_checksum", "k_checksum", "v_checksum",
+                "header_checksum", "file_bytes"]
+FORMAT_FIELDS = ["magic", "version", "header_bytes"]  # the reader checks these against its own constants
 
 
-def test_another_model_file_is_named_first(k):
+@pytest.mark.parametrize(("field", "value", "in_block", "in_model"), DIFFERENCES)
+def test_a_model_dependent_field_that_differs_is_named_with_both_values(k, field, value, in_block, in_model):
+    assert (str(k.header_mismatch(header_of(k, **{field: value}), header_of(k)))
+            == f"{field} is {in_block} in the block and {in_model} in the model")
+    assert (str(k.header_mismatch(header_of(k), header_of(k, **{field: value})))
+            == f"{field} is {in_model} in the block and {in_block} in the model")
+
+
+def test_every_header_field_belongs_to_the_model_the_block_or_the_format():
+    model_fields = {"model_fingerprint", *(difference[0] for difference in DIFFERENCES)}
+    assert sorted([*model_fields, *BLOCK_FIELDS, *FORMAT_FIELDS]) == sorted(name for name, _ in LAYOUT)
+
+
+@pytest.mark.parametrize("byte", range(16))
+def test_another_model_file_is_named_first(k, byte):
     block = header_of(k, n_layers=9)
-    block.model_fingerprint[15] = 0
-    assert str(k.header_mismatch(block, header_of(k))).startswith("model_fingerprint is ")
+    block.model_fingerprint[byte] ^= 0x40
+    message = str(k.header_mismatch(block, header_of(k)))
+    assert message.startswith("model_fingerprint is ") and message.endswith("011121314151... in the model")
 
 
-@pytest.mark.parametrize("field", ["anchor", "n_tokens", "left_context_hash", "meta_bytes", "k_checksum", "file_bytes"])
+@pytest.mark.parametrize("field", BLOCK_FIELDS)
 def test_fields_that_belong_to_the_block_do_not_mismatch(k, field):
     assert str(k.header_mismatch(header_of(k, **{field: 12}), header_of(k))) == ""
 
