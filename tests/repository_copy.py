@@ -1,4 +1,4 @@
-"""A copy of this repository in which experiments take no time: the harness around them is what is tested."""
+"""A copy of this repository, by default one in which experiments take no time: the harness around them is tested."""
 
 import os
 import shutil
@@ -61,8 +61,9 @@ class Copy:
         duplicate.output = self.output
         return duplicate
 
-    def python(self, module: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-        return self._run([sys.executable, "-m", module, *arguments], cwd)
+    def python(self, module: str, *arguments: str, cwd: Path | None = None,
+               timeout: float = 120) -> subprocess.CompletedProcess:
+        return self._run([sys.executable, "-m", module, *arguments], cwd, timeout)
 
     def git(self, *arguments: str) -> str:
         done = self._run(["git", *arguments], None)
@@ -84,12 +85,14 @@ class Copy:
         return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=self.path, env=self.environment,
                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    def _run(self, command: list[str], cwd: Path | None) -> subprocess.CompletedProcess:
+    def _run(self, command: list[str], cwd: Path | None, timeout: float = 120) -> subprocess.CompletedProcess:
         environment = self.environment | {"PYTHONPATH": str(self.path)}
-        return subprocess.run(command, cwd=cwd or self.path, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=cwd or self.path, env=environment, capture_output=True, text=True,
+                              timeout=timeout)
 
 
-def make_copy(path: Path) -> Copy:
+def make_copy(path: Path, real: bool = False) -> Copy:
+    """This checkout as a git repository at `path`; `real` keeps its experiments and its weights."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                             capture_output=True, text=True, check=True).stdout
     for name in listed.rstrip("\0").split("\0"):
@@ -98,13 +101,14 @@ def make_copy(path: Path) -> Copy:
         if source.is_file() and not measured and name != "dvc.lock":
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, path / name)
-    for name in EXPERIMENTS:
-        (path / "experiments" / f"{name}.py").write_text(FAKE)
-    # The copy fetches no weights.
-    with (path / "nexus" / "weights.py").open("a") as weights:
-        weights.write("\n\ndef ensure(spec):\n    return Weights(Path(spec.path or '.'), 'ab' * 32, 1, 'path')\n")
-    with (path / ".gitignore").open("a") as ignore:
-        ignore.write("\ncalls.log\nwait\n")
+    if not real:
+        for name in EXPERIMENTS:
+            (path / "experiments" / f"{name}.py").write_text(FAKE)
+        # The copy fetches no weights.
+        with (path / "nexus" / "weights.py").open("a") as weights:
+            weights.write("\n\ndef ensure(spec):\n    return Weights(Path(spec.path or '.'), 'ab' * 32, 1, 'path')\n")
+        with (path / ".gitignore").open("a") as ignore:
+            ignore.write("\ncalls.log\nwait\n")
     copy = Copy(path)
     copy.git("init", "--quiet")
     copy.commit()
