@@ -1,4 +1,4 @@
-// Runs every rotation kernel that this CPU says it has and names the best, for test_cpu_features.py under qemu-user.
+// Prints this CPU's features, runs every rotation kernel that it has and names the best, for test_cpu_features.py under qemu-user.
 // A half turn negates every key whatever the version: of interest is that each one runs, tails included.
 #include <cstdint>
 #include <cstdio>
@@ -7,6 +7,9 @@
 #include "rope_shift.hpp"
 
 int main() {
+    const nexus::CpuFeatures & cpu = nexus::cpu_features();
+    std::printf("avx2=%d fma=%d f16c=%d avx512=%d%d%d%d\n", cpu.avx2, cpu.fma, cpu.f16c, cpu.avx512f, cpu.avx512bw,
+                cpu.avx512vl, cpu.avx512vnni);
     constexpr size_t kPairs = 21;
     const std::vector<float> cosine(kPairs, -1.0f), sine(kPairs, 0.0f);
     for (int isa = 0; isa < 4; ++isa) {

@@ -99,8 +99,11 @@ def emulated(need_programs, tmp_path_factory) -> Path:
     return program
 
 
-@pytest.mark.parametrize(("cpu", "versions"), [("Nehalem", ["scalar"]), ("Haswell", ["scalar", "avx2"])])
-def test_an_older_cpu_gets_a_kernel_that_it_can_run(emulated, cpu, versions):
+@pytest.mark.parametrize(("cpu", "features", "versions"), [
+    ("Nehalem", "avx2=0 fma=0 f16c=0 avx512=0000", ["scalar"]),
+    ("Haswell", "avx2=1 fma=1 f16c=1 avx512=0000", ["scalar", "avx2"]),
+])
+def test_an_older_cpu_gets_a_kernel_that_it_can_run(emulated, cpu, features, versions):
     run = subprocess.run(["qemu-x86_64-static", "-cpu", cpu, emulated], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [*(f"{name} right" for name in versions), f"best {versions[-1]}"]
+    assert run.stdout.splitlines() == [features, *(f"{name} right" for name in versions), f"best {versions[-1]}"]
