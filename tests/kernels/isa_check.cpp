@@ -1,5 +1,5 @@
 // Prints the features of this CPU, runs every rotation kernel that it has and names the best: for test_cpu_features.py
-// under qemu-user. A half turn negates every key whatever the version: of interest is that each one runs, tails included.
+// under qemu-user. A half turn negates every key in every version: of interest is that each one runs, tails included.
 #include <cstdint>
 #include <cstdio>
 #include <vector>
