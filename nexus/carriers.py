@@ -148,8 +148,9 @@ def _from_hub(carrier: HubCarrier, model: str, size_bytes: int, targets: Sequenc
             except WeightsError:
                 raise
             except Exception as error:  # the network libraries below raise kinds of their own
-                reason = str(error).strip().splitlines() or ["no detail"]
-                raise WeightsError(f"{type(error).__name__}: {reason[0]}") from None
+                # What is missing, and what to do, comes after their first line.
+                reason = " ".join(str(error).split()) or "no detail"
+                raise WeightsError(f"{type(error).__name__}: {reason}") from None
             os.replace(part, target)
     return targets[0]
 

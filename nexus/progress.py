@@ -67,15 +67,16 @@ class _Lines(Meter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._shown = self._clock()
+        self._told = self.done
 
     def note(self, text: str) -> None:
         print(f"{self.description}: {text}", file=sys.stderr, flush=True)
 
     def show(self, last: bool = False) -> None:
         now = self._clock()
-        if last and self.elapsed < 1 or not last and now - self._shown < PLAIN_SECONDS:
+        if last and (self.elapsed < 1 or self.done == self._told) or not last and now - self._shown < PLAIN_SECONDS:
             return
-        self._shown = now
+        self._shown, self._told = now, self.done
         print(f"{self.description}: {self.text()}", file=sys.stderr, flush=True)
 
 
@@ -103,7 +104,7 @@ def progress(description: str, total: float, unit: str = "cells", done: float = 
         yield lines
         lines.show(last=True)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
                TimeElapsedColumn(), TextColumn("{task.fields[detail]}"))
     with Progress(*columns, console=console) as bar:
         meter = _Bar(description, total, unit, done, bar=bar)

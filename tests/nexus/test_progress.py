@@ -62,9 +62,21 @@ def test_few_lines_where_nobody_watches(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     shown = err.splitlines()
-    assert len(shown) == 50 / PLAIN_SECONDS + 1
+    assert len(shown) == 50 / PLAIN_SECONDS
     assert shown[0] == "sweep: 20 %, 10 s, about 40 s left"
     assert shown[-1] == "sweep: 100 %, 50 s"
+
+
+@pytest.mark.parametrize("step, shown", [(15, ["50 %, 15 s, about 15 s left", "100 %, 30 s"]), (3, ["100 %, 6 s"]),
+                                         (0.4, [])])
+def test_long_work_ends_with_one_last_line(capsys, step: float, shown: list[str]):
+    clock = Clock()
+    lines = _Lines("sweep", 2.0, "cells", clock=clock)
+    for _ in range(2):
+        clock.now += step
+        lines.advance(1)
+    lines.show(last=True)
+    assert capsys.readouterr().err.splitlines() == [f"sweep: {line}" for line in shown]
 
 
 def test_notes_come_at_once(capsys):
@@ -79,12 +91,12 @@ def test_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with progress("sweep", total=4.0, done=1.0) as bar:
+    with progress("sweep [red]", total=4.0, done=1.0) as bar:
         bar.note("[a] note")
         bar.advance(1)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "sweep: [a] note" in err and "50 %" in err
+    assert "sweep [red]: [a] note" in err and "sweep [red] " in err and "50 %" in err
 
 
 def test_an_error_passes_through(capsys):

@@ -260,6 +260,7 @@ class Hub(ThreadingHTTPServer):
         self.ranges: list[str | None] = []
         self.cut_at: int | None = None
         self.broken = False
+        self.ignores_ranges = False
         self.asked, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -287,13 +288,15 @@ class HubHandler(BaseHTTPRequestHandler):
         revision, _, name = rest.partition("/")
         content = self.server.files.get(name)
         if repo != HUB["repo"] or revision != REVISION or content is None or body and self.server.broken:
-            missing = "EntryNotFound" if revision == REVISION else "RevisionNotFound"
+            missing = ("RepoNotFound" if repo != HUB["repo"] else
+                       "RevisionNotFound" if revision != REVISION else "EntryNotFound")
             self.send_response(500 if body else 404)
             self.send_header("X-Error-Code", missing)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        wanted = None if self.server.ignores_ranges else self.headers.get("Range")
+        start = int((wanted or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if start else 200)
         self.send_header("ETag", f'"{sha256(content)}"')
         self.send_header("X-Repo-Commit", REVISION)
@@ -364,6 +367,12 @@ def test_hub_resumes_after_a_foreign_beginning_is_an_error_once(folder: Path, hu
     assert hub.ranges == ["bytes=1000-", None]
 
 
+def test_hub_that_ignores_ranges_starts_over(folder: Path, hub: Hub):
+    hub.cut_at, hub.ignores_ranges = 70_000, True
+    assert ensure(spec_of(HUB)).path.read_bytes() == CONTENT
+    assert hub.ranges == [None, "bytes=70000-"]
+
+
 def test_hub_too_long_beginning_is_dropped(folder: Path, hub: Hub):
     folder.mkdir()
     (folder / f"{target_files(spec_of(HUB), folder)[0].name}.hub.part").write_bytes(bytes(len(CONTENT) + 1))
@@ -389,8 +398,11 @@ def test_hub_wrong_size_costs_no_download(folder: Path, hub: Hub):
     assert hub.ranges == []
 
 
-@pytest.mark.parametrize("change, message", [({"revision": "f" * 40}, "404"), ({"file": "other.gguf"}, "404"),
-                                             ({"repo": "no/such"}, "404")])
+@pytest.mark.parametrize("change, message", [
+    ({"revision": "f" * 40}, r"RevisionNotFoundError: .* Revision Not Found for url: .*/f{40}/model\.gguf"),
+    ({"file": "other.gguf"}, r"Entry Not Found for url: .*/other\.gguf"),
+    ({"repo": "no/such"}, r"Repository Not Found for url: .*/no/such/"),
+])
 def test_hub_has_it_not(folder: Path, hub: Hub, change: dict, message: str):
     with pytest.raises(WeightsError, match=message):
         ensure(spec_of(HUB | change))
