@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from nexus.splice import SpliceRefused, memory_refusal
 
 
 def block_file_name(tool: Tool) -> str:
-    """A legal, unique file name for a tool: what is not a letter, digit, '-' or '_' is replaced, then told apart by hash."""
-    identity = f"{tool.server}/{tool.name}" if tool.server else tool.name
+    """A legal, unique file name for a tool: its name where that is plain, else made plain and told apart by a hash."""
+    identity = tool.name if tool.server is None else f"{tool.server}/{tool.name}"
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", identity)[:80]
-    if plain != identity:
-        plain += "-" + hashlib.sha256(identity.encode()).hexdigest()[:8]
+    # Capitals are told apart too, because macOS takes Read.atb and read.atb for one file.
+    if plain.lower() != identity:
+        # Of both parts: server "a" with tool "b/c" is not server "a/b" with tool "c".
+        plain += "-" + hashlib.sha256(json.dumps(tool.identity).encode()).hexdigest()[:8]
     return plain + ".atb"
 
 

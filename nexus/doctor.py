@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nexus import native
@@ -107,7 +108,8 @@ def report(args: argparse.Namespace | None = None) -> int:
     colours = {"ok": "green", "note": "yellow", "wrong": "bold red"}
     for finding in found:
         detail = finding.detail + (f"\n→ {finding.remedy}" if finding.remedy else "")
-        table.add_row(finding.what, f"[{colours[finding.status]}]{finding.status}[/]", detail)
+        # A path or a message may hold brackets, which rich would read as markup.
+        table.add_row(escape(finding.what), f"[{colours[finding.status]}]{finding.status}[/]", escape(detail))
     console = Console()
     console.print(table)
     wrong = sum(finding.status == "wrong" for finding in found)

@@ -28,8 +28,31 @@ def test_all_files_are_covered():
     assert {path for path in CONF.rglob("*.yaml") if "hydra" not in path.parts} == covered
 
 
-def test_a_users_own_file_needs_its_path():
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        validate(compose(["model=local"]))
-    cfg = validate(compose(["model=local", "model.path=/somewhere/model.gguf"]))
-    assert cfg.model.sha256 is None and cfg.model.rope is None
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_users_own_file_needs_its_path_and_nothing_else(profile):
+    with pytest.raises(ConfigError, match=r"^model\.path: "):
+        validate(compose(["model=local", f"profile={profile}"]))
+    cfg = validate(compose(["model=local", f"profile={profile}", "model.path=/somewhere/model.gguf"]))
+    assert (cfg.model.path, cfg.model.sha256, cfg.model.rope) == ("/somewhere/model.gguf", None, None)
+    assert cfg.run_name == ("local" if profile == "full" else f"local.{profile}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pinned_models_name_their_bytes_their_licence_and_a_carrier(model):
+    spec = validate(compose([f"model={model}"])).model
+    assert len(spec.sha256) == 64 and spec.size_bytes > 0 and spec.licence and spec.carriers
+    assert spec.path is None, "a path of one machine is no fact of a model"
+
+
+def test_no_two_models_are_the_same_bytes():
+    hashes = [validate(compose([f"model={model}"])).model.sha256 for model in MODELS]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_the_quick_profile_measures_less_and_never_owns_the_committed_folder():
+    full, quick = (validate(compose([f"profile={profile}"])) for profile in ("full", "quick"))
+    assert set(quick.dkl_sweep.offsets) < set(full.dkl_sweep.offsets)
+    assert quick.dkl_sweep.n_cases < full.dkl_sweep.n_cases
+    assert full.run_name == full.model.name != quick.run_name
+    with pytest.raises(ConfigError, match="run_name"):
+        validate(compose(["profile=quick", f"run_name={full.model.name}"]))

@@ -6,6 +6,7 @@ import pytest
 from experiments import compiled, dkl_sweep
 from nexus import artifact, cells, config
 from nexus.runtime import Runtime
+from nexus.splice import PROBE_TOKENS
 
 QUICK = ["model=smollm2-135m", "profile=quick", "dkl_sweep.offsets=[0,64]", "dkl_sweep.n_cases=2"]
 
@@ -41,6 +42,33 @@ def test_summary_has_one_row_per_cell_with_the_right_intervals():
     assert moved["top1"].value == 7 / 8 and moved["top1"].n == 8
 
 
+def test_a_summary_does_not_depend_on_the_order_of_samples():
+    cfg = config.validate(config.compose(QUICK))
+    samples = synthetic(cfg, lambda offset, case: offset * (1 + case) ** 2)
+    assert dkl_sweep.summarise(cfg, samples) == dkl_sweep.summarise(cfg, samples[::-1])
+
+
+def test_a_summary_follows_level_and_seed_and_mixes_no_cells():
+    overrides = [*QUICK, "dkl_sweep.arms=[noise_floor,bare]"]
+    cfg = config.validate(config.compose([*overrides, "statistics.level=0.5"]))
+    samples = synthetic(cfg, lambda offset, case: offset + case)
+    for sample in samples:
+        if sample["arm"] == "noise_floor":
+            sample["dkl_nats"], sample["top1"] = 0.25, False
+    rows = dkl_sweep.summarise(cfg, samples)
+    assert [row["arm"] for row in rows] == ["noise_floor", "noise_floor", "bare", "bare"] * 2
+    for row in rows:
+        assert row["dkl_nats"].n == row["top1"].n == row["bit_identical"].n == 8
+        assert row["dkl_nats"].level == row["top1"].level == 0.5
+        assert row["top1"].method == row["bit_identical"].method == "wilson"
+        floor = row["arm"] == "noise_floor"
+        assert row["dkl_nats"].value == (0.25 if floor else row["offset"] + 3.5)
+        assert row["dkl_nats"].method == ("identical-samples" if floor else "bca-bootstrap")
+        assert row["top1"].value == (0 if floor else 7 / 8) and row["top1"].ci_high > row["top1"].value
+    wide = dkl_sweep.summarise(config.validate(config.compose(overrides)), samples)
+    assert wide[-1]["dkl_nats"].ci_low < rows[-1]["dkl_nats"].ci_low
+
+
 @pytest.mark.integration
 def test_a_real_sweep_has_exact_controls_resumes_and_repeats_itself(tiny, monkeypatch):
     cfg, folder = tiny
@@ -57,14 +85,26 @@ def test_a_real_sweep_has_exact_controls_resumes_and_repeats_itself(tiny, monkey
     assert len(artifact.read_samples(path)) == 2 * 2 * 3 * 2
     assert (folder / "first" / "metrics" / "dkl_sweep.json").is_file()
 
-    # From the stored cells: no context is entered, and the rows have the same bytes.
+    # From the stored cells: the same bytes, and no token is decoded but those with which the splicer proves itself.
+    decoded, decode = [], Runtime.decode
+
+    def counted(runtime, tokens, *args, **kwargs):
+        decoded.append(len(tokens))
+        return decode(runtime, tokens, *args, **kwargs)
+
     with monkeypatch.context() as patch:
-        patch.setattr(dkl_sweep.Sweep, "enter_context", lambda *_: pytest.fail("a stored cell was measured again"))
+        patch.setattr(Runtime, "decode", counted)
         again = dkl_sweep.run(cfg, folder / "second")
     assert again.read_bytes() == path.read_bytes()
-    # From an empty store: measured again, with the same bits.
+    assert sum(decoded) == PROBE_TOKENS + 1
+    # From an empty store, with blocks compiled anew: measured again, with the same bits.
     monkeypatch.setattr(dkl_sweep, "CellStore", lambda: cells.CellStore(folder / "empty"))
-    assert dkl_sweep.run(cfg, folder / "third").read_bytes() == path.read_bytes()
+    monkeypatch.setattr(compiled, "BLOCK_FOLDER", folder / "empty blocks")
+    third = dkl_sweep.run(cfg, folder / "third")
+    assert third.read_bytes() == path.read_bytes()
+    samples = "dkl_sweep.samples.jsonl"
+    assert third.with_name(samples).read_bytes() == path.with_name(samples).read_bytes()
+    assert len(list((folder / "empty").iterdir())) == 2 * 2
 
 
 @pytest.mark.integration

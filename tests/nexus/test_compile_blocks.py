@@ -3,11 +3,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nexus import compile_blocks
-from nexus.blocks import BlockFile
+from nexus.blocks import BlockFile, write_block
 from nexus.compile_blocks import block_file_name, compile_registry
 from nexus.config import compose, validate
 from nexus.prompt import block_tokens, system_tokens
@@ -24,7 +27,24 @@ def test_file_names_are_legal_and_unique():
     assert len(set(names)) == len(names)
     assert all(name.isascii() and "/" not in name and ".." not in name and len(name) < 100 for name in names)
     assert block_file_name(Tool(None, "list_issues", "", {})) == "list_issues.atb"
-    assert block_file_name(Tool("a", "b", "", {})) != block_file_name(Tool(None, "a_b", "", {}))
+
+
+@pytest.mark.parametrize("one, other", [
+    (("a", "b"), (None, "a_b")), (("a", "b"), (None, "a/b")), (("a", "b/c"), ("a/b", "c")), (("", "x"), (None, "x")),
+    ((None, "道具"), (None, "工具")), ((None, "x" * 120), (None, "x" * 121)), ((None, "readFile"), (None, "readfile")),
+    ((None, "Read"), (None, "READ")), (("GitHub", "read"), ("github", "read")), ((None, "$and"), (None, "_and")),
+])
+def test_two_tools_never_share_a_file_even_where_case_does_not_count(one, other):
+    """macOS takes Read.atb and read.atb for one file."""
+    assert block_file_name(Tool(*one, "", {})).lower() != block_file_name(Tool(*other, "", {})).lower()
+
+
+@given(st.lists(st.tuples(st.none() | st.text(max_size=6), st.text(min_size=1, max_size=90)), min_size=2, max_size=6,
+                unique=True))
+def test_any_names_give_legal_files_of_their_own(identities):
+    names = [block_file_name(Tool(server, name, "", {})) for server, name in identities]
+    assert len({name.lower() for name in names}) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,89}\.atb", name) for name in names)
 
 
 @pytest.mark.integration
@@ -46,11 +66,55 @@ def test_blocks_are_written_kept_and_repaired(smollm2, tmp_path):
 
 
 @pytest.mark.integration
+def test_only_what_is_missing_or_damaged_is_compiled_again(smollm2, tmp_path):
+    tools = TOOLS[:3]
+    with Runtime(smollm2, ContextOptions(n_ctx=512)) as runtime:
+        system = system_tokens(smollm2, "Be brief.")
+        compile_registry(runtime, system, tools, tmp_path)
+        paths = [tmp_path / block_file_name(tool) for tool in tools]
+        whole = [path.read_bytes() for path in paths]
+        for spoil in (lambda path: path.unlink(), lambda path: path.write_bytes(b"NEXUSATB"),
+                      lambda path: path.write_bytes(whole[0])):
+            times = [path.stat().st_mtime_ns for path in paths]
+            spoil(paths[1])
+            assert compile_registry(runtime, system, tools, tmp_path) == (1, 2)
+            assert [path.read_bytes() for path in paths] == whole
+            assert [paths[i].stat().st_mtime_ns == times[i] for i in (0, 2)] == [True, True]
+        changed = [Tool("one", "read", "Reads, differently.", SCHEMA), *tools[1:]]
+        assert compile_registry(runtime, system, changed, tmp_path) == (1, 2)
+
+
+@pytest.mark.integration
+def test_a_stopped_run_goes_on_where_it_was(smollm2, tmp_path, monkeypatch):
+    with Runtime(smollm2, ContextOptions(n_ctx=512)) as runtime:
+        system = system_tokens(smollm2, "Be brief.")
+        written = []
+
+        def stops_at_the_second(path, block, runtime):
+            if written:
+                raise KeyboardInterrupt
+            written.append(path)
+            write_block(path, block, runtime)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compile_blocks, "write_block", stops_at_the_second)
+            with pytest.raises(KeyboardInterrupt):
+                compile_registry(runtime, system, TOOLS[:3], tmp_path)
+        assert list(tmp_path.iterdir()) == written
+        assert compile_registry(runtime, system, TOOLS[:3], tmp_path) == (2, 1)
+
+
+@pytest.mark.integration
 def test_a_broken_entry_does_not_lose_the_others(tmp_path, capsys):
     registry = tmp_path / "tools.json"
     registry.write_text(json.dumps({"tools": [{"name": "good", "description": "d", "inputSchema": {}}, {"name": 3}]}))
     args = argparse.Namespace(registry=registry, out=tmp_path / "blocks")
-    assert compile_blocks.run(args, validate(compose(["model=smollm2-135m"]))) == 1
+    cfg = validate(compose(["model=smollm2-135m"]))
+    assert compile_blocks.run(args, cfg) == 1
     printed = capsys.readouterr()
     assert "1 blocks written" in printed.out and "left out: entry 1" in printed.err
     assert [path.name for path in (tmp_path / "blocks").iterdir()] == ["good.atb"]
+    registry.write_text(json.dumps({"tools": [{"name": "good", "description": "d", "inputSchema": {}}]}))
+    assert compile_blocks.run(args, cfg) == 0
+    printed = capsys.readouterr()
+    assert "0 blocks written, 1 already there" in printed.out and "left out" not in printed.err

@@ -1,7 +1,10 @@
 """Figures from a synthetic artifact: complete, and the same bytes twice."""
 from __future__ import annotations
 
+import copy
 import json
+
+import pytest
 
 from nexus import figures
 from nexus.config import ROOT
@@ -26,6 +29,23 @@ def test_figure_1_has_the_same_bytes_twice(tmp_path):
     for ending in ("svg", "png"):
         first = (tmp_path / "a" / f"figure1.{ending}").read_bytes()
         assert first == (tmp_path / "b" / f"figure1.{ending}").read_bytes() and len(first) > 1000
+    svg = (tmp_path / "a" / "figure1.svg").read_text()
+    assert "<dc:date>" not in svg and "Matplotlib v" not in svg
+
+
+def test_a_changed_value_changes_the_figure(tmp_path):
+    artifact = synthetic()
+    drawn = [path.read_bytes() for path in figures.save(figures.figure1(artifact, PUBLISHED), tmp_path / "a")]
+    artifact["rows"][-1]["dkl_nats"]["value"] *= 1.1
+    changed = [path.read_bytes() for path in figures.save(figures.figure1(artifact, PUBLISHED), tmp_path / "b")]
+    assert all(one != other for one, other in zip(drawn, changed))
+
+
+def test_drawing_does_not_change_the_artifact():
+    artifact = synthetic()
+    before = copy.deepcopy(artifact)
+    figures.figure1(artifact, PUBLISHED)
+    assert artifact == before
 
 
 def test_figure_1_names_every_arm_the_band_and_the_probes(tmp_path):
@@ -50,3 +70,34 @@ def test_every_interval_lies_inside_the_axes():
 def test_a_run_without_some_arm_is_drawn(tmp_path):
     svg, _ = figures.save(figures.figure1(synthetic(arms=("bare",)), PUBLISHED), tmp_path / "figure1")
     assert "noise floor" not in svg.read_text()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3])
+def test_values_without_an_interval_are_drawn_as_bare_points(tmp_path, value):
+    artifact = synthetic()
+    for row in artifact["rows"]:
+        row["dkl_nats"] = metric(value, None, None)
+    figure = figures.figure1(artifact, PUBLISHED)
+    for panel in figure.axes:
+        assert len(panel.containers) == len(figures.STYLES)
+        for container in panel.containers:
+            line, _, (bars,) = container
+            assert list(line.get_ydata()) == [value] * 3
+            assert all(low[1] == high[1] == value for low, high in bars.get_segments())
+    assert len(figures.save(figure, tmp_path / "figure1")) == 2
+
+
+def test_intervals_reach_from_bound_to_bound():
+    panel = figures.figure1(synthetic(arms=("bare",)), PUBLISHED).axes[0]
+    (_, _, (bars,)), = panel.containers
+    spans = [(low[1], high[1]) for low, high in bars.get_segments()]
+    assert spans == [(0, 0), pytest.approx((0.32, 1.28)), pytest.approx((1.28, 5.12))]
+
+
+def test_a_run_with_one_probe_and_one_offset_is_drawn(tmp_path):
+    artifact = synthetic()
+    artifact["rows"] = [row for row in artifact["rows"] if row["probe"] == "query" and row["offset"] == 64]
+    svg, _ = figures.save(figures.figure1(artifact, PUBLISHED), tmp_path / "figure1")
+    text = svg.read_text()
+    assert figures.PROBE_TITLES["query"] in text and figures.PROBE_TITLES["block_end"] not in text
+    assert "P = 256" not in text, "an offset that was not measured has no place on the axis"

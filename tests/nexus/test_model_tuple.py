@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from nexus.config import compose, validate
-from nexus.model_tuple import ModelFactsError, check_facts, context_options, tuple_of
+from nexus.model_tuple import ModelFactsError, check_facts, context_options, open_model, tuple_of
 
 pytestmark = pytest.mark.integration
 SPEC = validate(compose(["model=smollm2-135m"])).model
@@ -32,3 +32,22 @@ def test_tuple_and_options_follow_the_config(smollm2):
     cfg = validate(compose(["runtime.n_batch=128"]))
     options = context_options(cfg.runtime, n_ctx=777)
     assert (options.n_batch, options.n_ctx, options.flash_attention) == (128, 777, True)
+
+
+def test_a_users_own_file_passes_and_is_recorded_by_its_hash(smollm2):
+    spec = validate(compose(["model=local", f"model.path='{smollm2.path}'"])).model
+    assert (spec.sha256, spec.n_ctx_train, spec.rope) == (None, None, None)
+    model = open_model(spec)
+    try:
+        facts = tuple_of(model, spec)
+        assert (facts["model"], facts["model_sha256"]) == ("local", SPEC.sha256)
+        assert facts["llama_cpp"].startswith("llama-cpp-python ")
+        assert model.rope() == smollm2.rope()
+    finally:
+        model.close()
+
+
+def test_facts_are_checked_before_a_model_is_handed_out():
+    spec = SPEC.model_copy(update={"rope": SPEC.rope.model_copy(update={"base": 10000.0})})
+    with pytest.raises(ModelFactsError, match=r"conf/model/smollm2-135m\.yaml"):
+        open_model(spec)

@@ -1,23 +1,29 @@
 """The runtime on SmolLM2: what it refuses, and what it leaves behind."""
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from nexus.config import ROOT
 from nexus.fidelity import divergence
 from nexus.runtime import ContextOptions, Model, Runtime, RuntimeFailure
+from nexus.workload import load_conversation
 
 pytestmark = pytest.mark.integration
 TOKENS = np.random.default_rng(1).integers(100, 20000, 96).astype(np.int32)
+N_CTX = 256
+OPTIONS = ContextOptions(n_ctx=N_CTX, n_batch=64, n_seq_max=4)
 
 
 @pytest.fixture(scope="module")
 def runtime(smollm2):
-    with Runtime(smollm2, ContextOptions(n_ctx=256, n_batch=64, n_seq_max=4)) as runtime:
+    with Runtime(smollm2, OPTIONS) as runtime:
         yield runtime
 
 
@@ -26,9 +32,36 @@ def empty(runtime):
     runtime.clear()
 
 
+@pytest.fixture(scope="module")
+def words(smollm2):
+    """120 tokens of ordinary text."""
+    turns = load_conversation(ROOT / "experiments" / "data" / "conversation.json")
+    return smollm2.tokenize(" ".join(turn["content"] for turn in turns))[:120]
+
+
+def fill(runtime, n_tokens, seq=0):
+    runtime.decode(np.resize(TOKENS, n_tokens), 0, seq)
+
+
 @pytest.mark.parametrize("text", ["plain words", "größer, 工具を選ぶ 🛠️", "<|im_start|>user\nhi<|im_end|>\n"])
 def test_tokens_give_the_text_back(smollm2, text):
     assert smollm2.detokenize(smollm2.tokenize(text)) == text
+
+
+# This model's vocabulary lacks six control characters and the unassigned planes from 4 up: it drops them.
+@given(st.text(st.characters(min_codepoint=0x20, max_codepoint=0x3FFFF, exclude_categories=["Cs"])))
+@example("日本語のツール、한국어, 中文")
+@example("👩‍👩‍👧‍👦 🇩🇪 e\u0301 \u200b")
+@example(" a , b .  I 'm\n\n")
+@settings(max_examples=150, deadline=None)
+def test_any_text_survives_tokenising(smollm2, text):
+    tokens = smollm2.tokenize(text, parse_special=False)
+    assert tokens.dtype == np.int32 and smollm2.detokenize(tokens) == text
+
+
+def test_markers_are_one_token_only_where_they_are_parsed(smollm2):
+    assert len(smollm2.tokenize("<|im_end|>")) == 1
+    assert len(smollm2.tokenize("<|im_end|>", parse_special=False)) > 1
 
 
 def test_equal_splits_give_equal_bits_and_other_splits_nearly(runtime):
@@ -45,10 +78,33 @@ def test_equal_splits_give_equal_bits_and_other_splits_nearly(runtime):
     assert all(other.kl_nats < 0.1 for other in found)
 
 
+def test_another_split_of_real_text_moves_logits_only_a_little(runtime, words):
+    reference = runtime.decode(words, 0, 0, logits=True)
+    divergences = []
+    for split in ((119, 1), (10, 20), (1,)):
+        runtime.clear()
+        divergences.append(divergence(reference, runtime.decode(words, 0, 0, logits=True, split=split)))
+    assert all(found.top1 and found.kl_nats < 0.05 for found in divergences)
+    assert not all(found.bit_identical for found in divergences), "then the splits were not applied"
+
+
+def test_n_batch_splits_like_an_explicit_split(smollm2, runtime, words):
+    explicit = runtime.decode(words, 0, 0, logits=True, split=(32, 32, 32))
+    with Runtime(smollm2, dataclasses.replace(OPTIONS, n_batch=32)) as small:
+        assert divergence(explicit, small.decode(words, 0, 0, logits=True)).bit_identical
+
+
+def test_a_text_decoded_in_two_calls_is_one_sequence(runtime, words):
+    whole = runtime.decode(words, 0, 0, logits=True, split=(60, 60))
+    runtime.clear()
+    assert runtime.decode(words[:60], 0, 0) is None
+    assert divergence(whole, runtime.decode(words[60:], 60, 0, logits=True)).bit_identical
+
+
 @pytest.mark.parametrize("tokens, pos, seq, message", [
     (TOKENS[:0], 0, 0, "no tokens"), ([-1], 0, 0, "token ids"), ([10**7], 0, 0, "token ids"),
     (TOKENS[:3], 0, 9, "sequence 9"), (TOKENS[:3], 0, -1, "sequence -1"), (TOKENS[:3], 7, 0, "does not continue"),
-    (TOKENS[:3], 3, 0, "does not continue"),
+    (TOKENS[:3], 3, 0, "does not continue"), (TOKENS[:3], -1, 0, "does not continue"),
 ])
 def test_refused_input_changes_nothing(runtime, tokens, pos, seq, message):
     runtime.decode(TOKENS[:5], 0, 0)
@@ -66,14 +122,87 @@ def test_a_decode_that_does_not_fit_leaves_the_sequence_as_it_was(runtime):
     np.testing.assert_array_equal(before, runtime.state_get(0))
 
 
-def test_copied_sequences_share_cells(runtime):
-    runtime.decode(np.tile(TOKENS, 3)[:200], 0, 0)
+@pytest.mark.parametrize("split", [(), (50, 30)])
+def test_batches_decoded_before_the_one_that_does_not_fit_are_taken_back(runtime, split):
+    fill(runtime, 150)
+    before = runtime.state_get(0)
+    with pytest.raises(RuntimeFailure, match="position 150 of sequence 0: no room.*256 cells"):
+        runtime.decode(np.resize(TOKENS, 150), 150, 0, split=split)
+    assert runtime.pos_max(0) == 149
+    np.testing.assert_array_equal(before, runtime.state_get(0))
+    runtime.decode(np.resize(TOKENS, N_CTX - 150), 150, 0)
+
+
+def assert_free(runtime, n_cells):
+    """Exactly this many cells are free: so many tokens fit, and not one more. Uses them up."""
+    fill(runtime, n_cells, 3)
+    with pytest.raises(RuntimeFailure, match="no room"):
+        runtime.decode(TOKENS[:1], n_cells, 3)
+
+
+def test_a_copied_sequence_takes_no_cells(runtime):
+    fill(runtime, N_CTX - 16)
     runtime.seq_cp(0, 1)
-    runtime.seq_cp(0, 2)
-    runtime.decode(TOKENS[:50], 200, 1)
-    assert [runtime.pos_max(seq) for seq in (0, 1, 2)] == [199, 249, 199]
+    runtime.seq_cp(0, 2, 10, 20)
+    assert [(runtime.pos_min(seq), runtime.pos_max(seq)) for seq in (1, 2)] == [(0, N_CTX - 17), (10, 19)]
+    assert_free(runtime, 16)
+
+
+def test_cells_are_free_once_their_last_owner_lets_go(runtime):
+    fill(runtime, N_CTX - 16)
+    runtime.seq_cp(0, 1, 0, 10)
     runtime.seq_rm(0)
-    assert runtime.pos_max(0) == -1 and runtime.pos_max(2) == 199
+    assert (runtime.pos_max(0), runtime.pos_max(1)) == (-1, 9)
+    assert_free(runtime, N_CTX - 10)
+
+
+def test_a_range_can_be_removed_and_the_others_keep_it(runtime):
+    fill(runtime, 30)
+    runtime.seq_cp(0, 1)
+    kept = runtime.state_get(1)
+    runtime.seq_rm(0, 20, -1)
+    runtime.seq_rm(0, 0, 5)
+    assert (runtime.pos_min(0), runtime.pos_max(0)) == (5, 19)
+    np.testing.assert_array_equal(kept, runtime.state_get(1))
+
+
+def test_what_two_sequences_share_they_continue_apart(runtime, words):
+    expected = runtime.decode(words, 0, 0, logits=True, split=(100,))
+    runtime.clear()
+    runtime.decode(words[:100], 0, 0)
+    runtime.seq_cp(0, 1)
+    assert divergence(expected, runtime.decode(words[100:], 100, 1, logits=True)).bit_identical
+    runtime.seq_rm(1)
+    assert divergence(expected, runtime.decode(words[100:], 100, 0, logits=True)).bit_identical
+
+
+@pytest.mark.parametrize("seq", [-1, OPTIONS.n_seq_max, 10**6])
+def test_sequences_that_do_not_exist_are_refused_by_every_operation(runtime, seq):
+    fill(runtime, 4)
+    blob = runtime.state_get(0)
+    for call in (lambda: runtime.seq_rm(seq), lambda: runtime.seq_cp(0, seq), lambda: runtime.seq_cp(seq, 0),
+                 lambda: runtime.seq_add(seq, 0, -1, 1), lambda: runtime.state_get(seq),
+                 lambda: runtime.state_set(seq, blob), lambda: runtime.decode(TOKENS[:1], 0, seq)):
+        with pytest.raises(RuntimeFailure, match=f"sequence {seq} does not exist; n_seq_max is 4"):
+            call()
+    np.testing.assert_array_equal(blob, runtime.state_get(0))
+
+
+def test_without_a_unified_cache_copies_are_refused_before_llama_cpp_aborts(smollm2):
+    with Runtime(smollm2, dataclasses.replace(OPTIONS, kv_unified=False)) as streams:
+        streams.decode(TOKENS[:6], 0, 0)
+        for begin, end in ((2, 4), (-1, -1)):
+            with pytest.raises(RuntimeFailure, match="kv_unified=true"):
+                streams.seq_cp(0, 1, begin, end)
+        assert (streams.pos_max(0), streams.pos_max(1)) == (5, -1)
+
+
+def test_this_model_can_shift_and_its_positions_follow(runtime):
+    assert runtime.can_shift()
+    fill(runtime, 10)
+    runtime.seq_add(0, 4, -1, 7)
+    runtime.decode(TOKENS[:1], 17, 0)
+    assert (runtime.pos_min(0), runtime.pos_max(0)) == (0, 17)
 
 
 def test_a_saved_state_continues_like_the_original(runtime):
@@ -89,6 +218,30 @@ def test_a_saved_state_continues_like_the_original(runtime):
     assert divergence(expected, measured).bit_identical
 
 
+def test_a_restore_replaces_what_the_sequence_held(runtime):
+    fill(runtime, 10, 0)
+    blob = runtime.state_get(0)
+    fill(runtime, 25, 1)
+    runtime.state_set(1, blob)
+    assert (runtime.pos_min(1), runtime.pos_max(1)) == (0, 9)
+
+
+def test_after_a_restore_logits_are_right_only_once_a_token_is_decoded(runtime, words):
+    """Logits are the context's, not the sequence's: until the next decode they are the last one's."""
+    runtime.decode(words[:-1], 0, 0)
+    expected = runtime.decode(words[-1:], len(words) - 1, 0, logits=True)
+    blob = runtime.state_get(0)
+    runtime.clear()
+    other = runtime.decode(TOKENS[:40], 0, 1, logits=True)
+    runtime.state_set(0, blob)
+    assert divergence(other, runtime.logits()).bit_identical
+    assert divergence(expected, runtime.logits()).kl_nats > 0.5, "stale logits must not pass for the restored ones"
+    runtime.seq_rm(0, len(words) - 1, -1)
+    again = runtime.decode(words[-1:], len(words) - 1, 0, logits=True)
+    found = divergence(expected, again)
+    assert found.top1 and found.kl_nats < 0.01, "equal up to the order of cells"
+
+
 def test_logits_are_refused_when_the_decode_asked_for_none(runtime):
     runtime.decode(TOKENS[:4], 0, 0)
     with pytest.raises(RuntimeFailure, match="asked for none"):
@@ -101,6 +254,60 @@ def test_a_restore_without_room_is_an_error_and_leaves_no_sequence(runtime):
     with pytest.raises(RuntimeFailure, match="not restored"):
         runtime.state_set(1, blob)
     assert runtime.pos_max(1) == -1 and runtime.pos_max(0) == 149
+
+
+def test_a_failed_restore_empties_only_its_sequence(runtime):
+    fill(runtime, 150, 0)
+    blob = runtime.state_get(0)
+    fill(runtime, 5, 1)
+    with pytest.raises(RuntimeFailure, match="is there room in 256 cells"):
+        runtime.state_set(1, blob)
+    assert (runtime.pos_max(1), runtime.pos_max(0)) == (-1, 149)
+    np.testing.assert_array_equal(blob, runtime.state_get(0))
+
+
+def test_a_restore_that_reports_success_without_effect_is_an_error(runtime, monkeypatch):
+    fill(runtime, 5)
+    blob = runtime.state_get(0)
+
+    class SuccessWithoutEffect:
+        """A context whose restore returns all bytes as read and restores nothing."""
+
+        def state_set(self, seq, address, size):
+            return size
+
+    monkeypatch.setattr(runtime, "_context", SuccessWithoutEffect())
+    with pytest.raises(RuntimeFailure, match="sequence 1 was not restored"):
+        runtime.state_set(1, blob)
+
+
+def test_a_state_of_the_other_v_layout_is_refused(smollm2, runtime):
+    with Runtime(smollm2, dataclasses.replace(OPTIONS, flash_attention=False)) as transposed:
+        fill(transposed, 4)
+        blob = transposed.state_get(0)
+    with pytest.raises(RuntimeFailure, match="not restored"):
+        runtime.state_set(1, blob)
+    assert runtime.pos_max(1) == -1
+
+
+N_CELLS = 4
+# Magic, stream and cell counts; each cell's sequence count; V layout, layer count, first layer's type and row bytes.
+# Not here: sequence ids, which a restore ignores, and positions, of which any value could be meant.
+STRUCTURE = [*range(4), *range(8, 16), *(16 + 12 * cell + byte for cell in range(N_CELLS) for byte in range(4, 8)),
+             *range(16 + 12 * N_CELLS, 16 + 12 * N_CELLS + 20)]
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_a_state_with_any_damaged_structure_byte_is_refused(runtime, mask):
+    fill(runtime, N_CELLS)
+    blob = runtime.state_get(0)
+    for at in STRUCTURE:
+        damaged = blob.copy()
+        damaged[at] ^= mask
+        with pytest.raises(Exception, match="kv state|not restored"):
+            runtime.state_set(1, damaged)
+        assert runtime.pos_max(1) == -1, f"byte {at}"
+    np.testing.assert_array_equal(blob, runtime.state_get(0))
 
 
 @pytest.mark.parametrize("damage", ["cut", "type", "stride"])
@@ -135,10 +342,14 @@ def test_impossible_options_are_refused(smollm2, change, message):
         Runtime(smollm2, ContextOptions(**({"n_ctx": 256} | change)))
 
 
-def test_llama_cpp_writes_to_its_log_and_not_to_the_terminal(smollm2, tmp_path):
-    code = ("import sys\nfrom nexus.runtime import ContextOptions, Model, Runtime, log_to\n"
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "left open"])
+def test_llama_cpp_writes_to_its_log_and_not_to_the_terminal(smollm2, tmp_path, close):
+    code = ("import sys\nimport numpy as np\nfrom nexus.runtime import ContextOptions, Model, Runtime, log_to\n"
             "log_to(sys.argv[2])\nmodel = Model(sys.argv[1], 'ab' * 32)\n"
-            "Runtime(model, ContextOptions(n_ctx=256)).close()\nmodel.close()\n")
+            "runtime = Runtime(model, ContextOptions(n_ctx=256))\n"
+            "runtime.decode(np.array([5, 6], dtype=np.int32), 0, 0)\n")
+    if close:
+        code += "runtime.close()\nmodel.close()\n"
     log = tmp_path / "folder" / "llama.log"
     done = subprocess.run([sys.executable, "-c", code, str(smollm2.path), str(log)], cwd=ROOT, capture_output=True,
                           text=True, timeout=120)
