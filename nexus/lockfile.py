@@ -1,6 +1,7 @@
 """What `dvc.yaml` asks of a run and what `dvc.lock` says was done, read without starting DVC."""
 
 import hashlib
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from nexus.canonical import write_atomically
 from nexus.config import ROOT, Config, ConfigError, compose, validate
 
 PIPELINE, LOCK, PARAMS = "dvc.yaml", "dvc.lock", "params.yaml"
@@ -91,10 +93,10 @@ def drop_runs(keep: Iterable[str], root: Path = ROOT) -> None:
         return
     for name in others:
         del content["stages"][name]
-    partial = path.with_name(f".{LOCK}.tmp")
     if content["stages"]:
-        yaml.dump(content, partial)
-        partial.replace(path)
+        text = io.StringIO()
+        yaml.dump(content, text)
+        write_atomically(path, text.getvalue())
     else:
         path.unlink()
 
