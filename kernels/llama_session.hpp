@@ -165,6 +165,8 @@ class LlamaContext {
         params.rope_freq_base = options.rope_freq_base;
         params.rope_freq_scale = options.rope_freq_scale;
         params.no_perf = true;
+        params.cb_eval = stop_at_node;
+        params.cb_eval_user_data = this;
         context_ = llama_init_from_model(model.get(), params);
         if (!context_) {
             throw std::runtime_error("llama.cpp cannot make a context with these options; its log says why");
@@ -214,6 +216,28 @@ class LlamaContext {
         return 0;
     }
 
+    // Decodes one batch of n tokens, at most n_batch, each at its own position of its own sequence; no logits.
+    int32_t decode_scattered(size_t tokens, size_t positions, size_t seqs, int32_t n) {
+        counts_.assign(n, 1);
+        flags_.assign(n, 0);
+        pointers_.resize(n);
+        for (int32_t i = 0; i < n; ++i) {
+            pointers_[i] = reinterpret_cast<llama_seq_id *>(seqs) + i;
+        }
+        llama_batch batch{};
+        batch.n_tokens = n;
+        batch.token = reinterpret_cast<llama_token *>(tokens);
+        batch.pos = reinterpret_cast<llama_pos *>(positions);
+        batch.n_seq_id = counts_.data();
+        batch.seq_id = pointers_.data();
+        batch.logits = flags_.data();
+        return llama_decode(context_, batch);
+    }
+
+    // Later decodes end once the graph node of this name is computed; "" lets them run to their end again. What a
+    // stopped decode writes to deeper layers' cells is not valid.
+    void stop_after(const std::string & node) { stop_node_ = node; }
+
     // Copies the last decoded token's logits, float[n_vocab]. False when that decode asked for none.
     bool logits(size_t out) {
         const float * row = llama_get_logits_ith(context_, -1);
@@ -233,7 +257,14 @@ class LlamaContext {
     }
 
   private:
+    // llama.cpp asks before each node whether its data is wanted, and goes on after it only where that returns true.
+    static bool stop_at_node(ggml_tensor * tensor, bool ask, void * self) {
+        const std::string & node = static_cast<const LlamaContext *>(self)->stop_node_;
+        return ask && !node.empty() && node == ggml_get_name(tensor);
+    }
+
     llama_context * context_ = nullptr;
+    std::string stop_node_;
     int32_t n_vocab_ = 0;
     int32_t n_batch_ = 0;
     llama_seq_id seq_ = 0;

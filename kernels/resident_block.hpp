@@ -88,34 +88,44 @@ class ResidentBlock {
         placed_at_ = position;
     }
 
-    // Puts positions position … position+n_tokens-1 of `live` in place, replacing what the sequence held there.
-    // `scratch` must be empty and is empty afterwards. Throws, with `live` unchanged, when llama.cpp has no room.
-    SpliceTimes place(LlamaContext & context, int32_t position, int32_t live, int32_t scratch, bool reanchor_keys) {
-        using clock = std::chrono::steady_clock;
-        const auto us = [](clock::time_point a, clock::time_point b) {
-            return std::chrono::duration<double, std::micro>(b - a).count();
-        };
-        const auto t0 = clock::now();
+    // Restores the block at `position` into `scratch`, which must be empty: {re-anchor, restore} in microseconds.
+    // Throws, with `scratch` empty, when llama.cpp has no room.
+    SpliceTimes load(LlamaContext & context, int32_t position, int32_t scratch, bool reanchor_keys) {
+        const auto t0 = Clock::now();
         reanchor(position, reanchor_keys);
-        const auto t1 = clock::now();
+        const auto t1 = Clock::now();
         const size_t read = context.state_set(scratch, size_t(blob_.data()), blob_.size());
         llama_memory_t memory = context.memory();
-        const int32_t last = position + int32_t(n_tokens_) - 1;
         // A restore can report success and leave the sequence empty, so memory is asked.
         if (read != blob_.size() || llama_memory_seq_pos_min(memory, scratch) != position ||
-            llama_memory_seq_pos_max(memory, scratch) != last) {
+            llama_memory_seq_pos_max(memory, scratch) != position + int32_t(n_tokens_) - 1) {
             llama_memory_seq_rm(memory, scratch, -1, -1);
             throw std::runtime_error("no room for a block of " + std::to_string(n_tokens_) + " tokens; raise n_ctx");
         }
-        const auto t2 = clock::now();
-        llama_memory_seq_rm(memory, live, position, last + 1);
+        const auto t2 = Clock::now();
+        return {us(t0, t1), us(t1, t2), 0, us(t0, t2)};
+    }
+
+    // Puts positions position … position+n_tokens-1 of `live` in place, replacing what the sequence held there.
+    // `scratch` must be empty and is empty afterwards. Throws, with `live` unchanged, when llama.cpp has no room.
+    SpliceTimes place(LlamaContext & context, int32_t position, int32_t live, int32_t scratch, bool reanchor_keys) {
+        SpliceTimes times = load(context, position, scratch, reanchor_keys);
+        const auto start = Clock::now();
+        llama_memory_t memory = context.memory();
+        llama_memory_seq_rm(memory, live, position, position + int32_t(n_tokens_));
         llama_memory_seq_cp(memory, scratch, live, -1, -1);
         llama_memory_seq_rm(memory, scratch, -1, -1);
-        const auto t3 = clock::now();
-        return {us(t0, t1), us(t1, t2), us(t2, t3), us(t0, t3)};
+        times.graft_us = us(start, Clock::now());
+        times.total_us += times.graft_us;
+        return times;
     }
 
   private:
+    using Clock = std::chrono::steady_clock;
+    static double us(Clock::time_point a, Clock::time_point b) {
+        return std::chrono::duration<double, std::micro>(b - a).count();
+    }
+
     uint32_t n_layers_, n_tokens_, n_head_, head_dim_, n_rot_;
     int32_t layout_, anchor_, isa_;
     size_t row_bytes_;

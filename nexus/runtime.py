@@ -207,6 +207,21 @@ class Runtime:
         self._shift_pending = False
         return self.logits() if logits else None
 
+    def decode_scattered(self, tokens: np.ndarray, positions: np.ndarray, seqs: np.ndarray) -> None:
+        """Decode one batch of at most n_batch tokens, each at its own position of its own sequence (int32[n] each).
+
+        The positions of each sequence must continue it. On failure RuntimeFailure; the sequences are the caller's to
+        clean.
+        """
+        if not len(tokens) == len(positions) == len(seqs) <= self.options.n_batch:
+            raise RuntimeFailure(f"decode_scattered: {len(tokens)} tokens, {len(positions)} positions and {len(seqs)} "
+                                 f"sequences; give as many of each, at most n_batch = {self.options.n_batch}")
+        arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in (tokens, positions, seqs)]
+        status = self._context.decode_scattered(*(array.ctypes.data for array in arrays), len(tokens))
+        if status != 0:
+            raise RuntimeFailure(f"decode of {len(tokens)} scattered tokens: llama_decode returned {status}; "
+                                 f"is there room in {self.options.n_ctx} cells?")
+
     def logits(self) -> np.ndarray:
         """Logits of the last decode, float32[n_vocab]. They do not survive a restore: decode a token after one."""
         out = np.empty(self.model.n_vocab, dtype=np.float32)

@@ -123,7 +123,7 @@ class Splicer:
         work = 0
         runtime.decode(tokens[:n], 0, work)
         saved = runtime.state_get(work)
-        keys, values = self._read(saved, n)
+        keys, values = self.read(saved, n)
         state = native.kernels().parse_kv_state(saved.ctypes.data, saved.nbytes)
         self.magic, self.v_trans = int(state.magic), bool(state.caches[0].v_trans)
         probe = self.hold(Block(tokens[:n], 0, 0, keys, values))
@@ -137,9 +137,9 @@ class Splicer:
                                 "this llama.cpp build is not supported")
         runtime.seq_add(work, 0, -1, PROBE_DELTA)
         runtime.decode(tokens[n:], n + PROBE_DELTA, work)
-        engine, _ = self._read(runtime.state_get(work), n + 1)
+        engine, _ = self.read(runtime.state_get(work), n + 1)
         probe.native.reanchor(PROBE_DELTA, True)
-        ours, _ = self._read(probe.blob(), n)
+        ours, _ = self.read(probe.blob(), n)
         model = runtime.model
         ulps = pair_ulps(engine[:, :n], ours, runtime.rope, model.n_head_kv, model.head_dim_k)
         if ulps.max() > 1:
@@ -147,7 +147,7 @@ class Splicer:
             raise SpliceRefused(f"RoPE: keys of layer {layer} differ from llama.cpp's own shift by {ulps.max():.1f} ulps "
                                 "of the rotated pair; this model's rotation is not described by its metadata")
 
-    def _read(self, blob: np.ndarray, n_cells: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, blob: np.ndarray, n_cells: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a one-cache state, float16[n_layers, n_cells, width] each. SpliceRefused on any surprise."""
         model = self.runtime.model
         keys = np.empty((model.n_layer, n_cells, model.n_head_kv * model.head_dim_k), dtype=np.float16)
@@ -173,6 +173,19 @@ class Splicer:
             self.magic, model.n_layer, n_tokens, model.n_head_kv, model.head_dim_k, model.head_dim_v, rope.n_rot,
             LAYOUT_CODES[rope.layout], block.anchor, self.v_trans, k, v, self._frequencies.ctypes.data, self._isa_code,
         ), block)
+
+    def load(self, resident: Resident, position: int, reanchor: bool = True) -> SpliceTimes:
+        """Time spent. Afterwards the runtime's scratch sequence, which must be empty, holds the block at `position`.
+
+        For callers that graft only parts of it; they empty the scratch sequence. Raises SpliceRefused, with it empty.
+        """
+        if position < 0:
+            raise SpliceRefused(f"position {position} is negative")
+        try:
+            times = resident.native.load(self.runtime.context, position, self.runtime.scratch_seq, reanchor)
+        except Exception as error:
+            raise SpliceRefused(describe(error)) from None
+        return SpliceTimes(times.reanchor_us, times.set_state_us, times.graft_us, times.total_us)
 
     def place(self, resident: Resident, position: int, seq: int, reanchor: bool = True) -> SpliceTimes:
         """Time spent. Afterwards `seq` holds the block at positions position … position+n−1, one cell each.
