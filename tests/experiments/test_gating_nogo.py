@@ -13,7 +13,7 @@ from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime, RuntimeFailure
 
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
-         "dkl_sweep.offsets=[0,64]", "repair_frontier.n_past=[64]", "gating_nogo.n_past=[64]", "gating_nogo.n_cases=2"]
+         "gating_nogo.n_past=[64]", "gating_nogo.n_cases=2"]
 
 
 @pytest.fixture(scope="module")
