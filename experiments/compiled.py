@@ -1,31 +1,44 @@
 """Blocks of the workload as `.atb` files: compiled when missing, else read from the block folder."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from nexus.blocks import BlockError, BlockFile, compile_blocks, context_hash, write_block
 from nexus.config import ROOT
+from nexus.ensemble import mean_block
+from nexus.progress import progress
 from nexus.provenance import source_digest
 from nexus.runtime import Runtime
 
 BLOCK_FOLDER = ROOT / ".nexus" / "blocks"
 
 
-def compiled_blocks(runtime: Runtime, left: np.ndarray, tokens: dict[str, np.ndarray]) -> dict[str, BlockFile]:
-    """One validated block file per name, compiled right behind `left`. Empties the runtime.
+def compiled_blocks(runtime: Runtime, lefts: Sequence[np.ndarray],
+                    tokens: dict[str, np.ndarray]) -> dict[str, BlockFile]:
+    """One validated block file per name, the mean of blocks compiled right behind each of `lefts`. Empties the runtime.
 
     A file's name states everything that its bits depend on, so a stale one is never read; a damaged one is compiled
     again.
     """
     options = runtime.options
-    folder = BLOCK_FOLDER / (f"{runtime.model.sha256[:12]}-{context_hash(left):016x}-b{options.n_batch}"
+    behind = "-".join(f"{context_hash(left):016x}"[: 16 if len(lefts) == 1 else 8] for left in lefts)
+    folder = BLOCK_FOLDER / (f"{runtime.model.sha256[:12]}-{behind}-b{options.n_batch}"
                              f"-t{options.n_threads}-fa{int(options.flash_attention)}-{_code()[:8]}")
     paths = {name: folder / f"{context_hash(ids):016x}.atb" for name, ids in tokens.items()}
     missing = [name for name in tokens if not _usable(paths[name], runtime)]
-    for name, block in zip(missing, compile_blocks(runtime, left, [tokens[name] for name in missing])):
-        write_block(paths[name], block, runtime)
+    if missing:
+        lists = [tokens[name] for name in missing]
+        total = sum(len(left) + sum(map(len, lists)) for left in lefts)
+        with progress("compiling blocks", total=total, unit="tokens") as bar:
+            members = []
+            for left in lefts:
+                members.append(list(compile_blocks(runtime, left, lists)))
+                bar.advance(len(left) + sum(map(len, lists)))
+        for name, *blocks in zip(missing, *members):
+            write_block(paths[name], mean_block(blocks), runtime)
     runtime.clear()
     return {name: BlockFile(path) for name, path in paths.items()}
 
@@ -39,4 +52,4 @@ def _usable(path: Path, runtime: Runtime) -> bool:
 
 
 def _code() -> str:
-    return source_digest([ROOT / "nexus" / "blocks.py", ROOT / "nexus" / "runtime.py"])
+    return source_digest(ROOT / "nexus" / name for name in ("blocks.py", "ensemble.py", "runtime.py"))

@@ -54,7 +54,7 @@ class Sweep:
         self.splicer = Splicer(self.runtime)
         self.resident = {
             case_id: self.splicer.hold(block)
-            for case_id, block in compiled_blocks(self.runtime, self.system, self.blocks).items()
+            for case_id, block in compiled_blocks(self.runtime, [self.system], self.blocks).items()
         }
         self.context_offset = None
 

@@ -23,6 +23,10 @@ ROOM_TOKENS = 512
 # How the same bytes got here, and how the harness runs, do not change what is measured: no part of a config's hash.
 NOT_HASHED = ("results_folder", "run_name", "profile_name", "expected_minutes", "force")
 MODEL_NOT_HASHED = ("path", "carriers", "licence")
+# Each has a section of this name. What another section decides for it is in NEEDS.
+EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
+               "deep_splice_ttft", "gating_nogo", "layouts")
+NEEDS = {"calibrated_repair": ("repair", "repair_frontier"), "deep_splice_ttft": ("repair",)}
 
 
 class ConfigError(ValueError):
@@ -53,6 +57,10 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 Ascending = AfterValidator(_ascending)
 Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
+Depths = Annotated[list[Count], NotEmpty, Ascending]
+Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
+# nexus/ensemble.py says what these names mean.
+Behind = Annotated[str, StringConstraints(pattern=r"^(system|preamble-[1-9]\d*|ensemble-[1-9]\d*x[1-9]\d*)$")]
 
 
 class Runtime(_Section):
@@ -77,6 +85,14 @@ class Workload(_Section):
     """JSON file of turns that fill the context up to an offset."""
     system_prompt: Text
     """The text at the start of every context."""
+    off_topic: Text
+    """JSON file of turns on other subjects than the tools'."""
+    preambles: Text
+    """JSON list of neutral texts that blocks may be compiled behind; none of them is in a conversation."""
+    held_out_tools: Text
+    """Tools that no calibration sees, in the form of `tools`."""
+    held_out_queries: Text
+    """Queries for them, in the form of `queries`."""
 
 
 class Statistics(_Section):
@@ -114,6 +130,87 @@ class SpliceCost(_Section):
     """Threads that llama.cpp decodes with while it is timed."""
 
 
+class Repair(_Section):
+    """The published schedule under its own names, and the calibrated policy."""
+
+    max_splice_pos: Count
+    """P: the depth, in tokens, up to which a block is repaired by recompute_pct only."""
+    recompute_pct: Annotated[float, Field(ge=0, le=100)]
+    """R_base: share of a block recomputed up to depth P, in percent."""
+    recompute_full_mult: Annotated[float, Field(gt=1)]
+    """K: the schedule recomputes everything from depth K·P on."""
+    enable_deep_splice: bool
+    """Whether blocks are spliced behind P at all; otherwise they are prefilled there."""
+    compiled_behind: Behind
+    """What the blocks of the calibrated policy are compiled behind."""
+    epsilon_nats: Annotated[float, Field(gt=0)]
+    """The divergence that the calibrated policy keeps to, read behind the query."""
+
+
+class RopeBoundaryGate(_Section):
+    n_past: Depths
+    """Depths of the context, in tokens."""
+    recompute_pct: Annotated[float, Field(gt=0, lt=100)]
+    """Share of the block that is recomputed, scattered, in percent."""
+    n_cases: Count
+    """Tool-and-query pairs per depth."""
+
+
+class RepairFrontier(_Section):
+    n_past: Depths
+    """Depths of the context, in tokens."""
+    families: Annotated[list[Family], NotEmpty, Unique]
+    """Arms that are measured at every share."""
+    shares_pct: Annotated[list[Annotated[float, Field(gt=0, lt=100)]], NotEmpty, Unique]
+    """Shares of a block recomputed, in percent; 0 and 100 are measured always."""
+    compiled_behind: Annotated[list[Behind], NotEmpty, Unique]
+    """What blocks are compiled behind; every family is measured behind the first."""
+    lead_families: list[Family]
+    """The families that are measured behind the others, too."""
+    lead_shares_pct: Annotated[list[Annotated[float, Field(gt=0, lt=100)]], Unique]
+    """And their shares."""
+    n_cases: Count
+    """Tool-and-query pairs per depth."""
+
+
+class CalibratedRepair(_Section):
+    n_cases: Count
+    """Held-out tool-and-query pairs per depth, behind the off-topic conversation."""
+
+
+class DeepSpliceTtft(_Section):
+    n_past: Depths
+    """Depths of the context, in tokens."""
+    curves: Annotated[list[Annotated[float, Field(gt=1)]], NotEmpty, Unique]
+    """K of the schedules that are timed."""
+    arms: Annotated[list[Text], Unique]
+    """Other arms, timed beside the schedules."""
+    trials_warm: Count
+    """Interleaved trials with the context resident."""
+    trials_cold: Count
+    """Interleaved trials that begin with an empty cache."""
+
+
+class GatingNogo(_Section):
+    n_past: Depths
+    """Depths of the context, in tokens."""
+    contexts: Annotated[list[Literal["on", "off"]], NotEmpty, Unique]
+    """Conversations on and off the tools' topic."""
+    n_cases: Count
+    """Tools per depth and context."""
+
+
+class Layouts(_Section):
+    also: Annotated[list[Name], Unique]
+    """Other models of conf/model that the table covers."""
+    n_past: Annotated[list[Annotated[int, Field(ge=0)]], NotEmpty, Ascending]
+    """Depths of the context, in tokens; 0 is the identity control."""
+    arms: Annotated[list[Text], NotEmpty, Unique]
+    """What is compared with full prefill."""
+    n_cases: Count
+    """Tool-and-query pairs per depth."""
+
+
 class Config(_Section):
     """All of it. An experiment gets this object and reads the sections that it needs."""
 
@@ -141,6 +238,20 @@ class Config(_Section):
     """Figure 1: divergence of a spliced block against its offset."""
     splice_cost: SpliceCost
     """What a splice costs, against a memory copy and the engine's own shift."""
+    repair: Repair
+    """How a block is repaired after it was placed."""
+    rope_boundary_gate: RopeBoundaryGate
+    """Scattered recompute, done right and done wrong."""
+    repair_frontier: RepairFrontier
+    """Divergence and speed of every arm against the share recomputed."""
+    calibrated_repair: CalibratedRepair
+    """The calibrated policy, tested on what it was not calibrated on."""
+    deep_splice_ttft: DeepSpliceTtft
+    """Table III: time to first token, cold and warm."""
+    gating_nogo: GatingNogo
+    """Table II: what predicts the drift of keys."""
+    layouts: Layouts
+    """What can be spliced, what is refused, and with which fidelity."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -162,6 +273,17 @@ class Config(_Section):
                 f"dkl_sweep.offsets: {deepest} and {ROOM_TOKENS} tokens of room do not fit runtime.n_ctx "
                 f"({runtime.n_ctx}); lower the offset or raise runtime.n_ctx"
             )
+        for name in ("rope_boundary_gate", "repair_frontier", "deep_splice_ttft", "gating_nogo", "layouts"):
+            if getattr(self, name).n_past[-1] + ROOM_TOKENS > runtime.n_ctx:
+                raise ValueError(
+                    f"{name}.n_past: {getattr(self, name).n_past[-1]} and {ROOM_TOKENS} tokens of room do not fit "
+                    f"runtime.n_ctx ({runtime.n_ctx}); lower the depth or raise runtime.n_ctx"
+                )
+        if self.repair.compiled_behind not in self.repair_frontier.compiled_behind:
+            raise ValueError(
+                f"repair.compiled_behind: {self.repair.compiled_behind!r} is not measured; add it to "
+                "repair_frontier.compiled_behind, which the policy is calibrated on"
+            )
         if 2 * costs.n_tokens[-1] > costs.n_ctx[0]:
             raise ValueError(
                 f"splice_cost.n_tokens: two blocks of {costs.n_tokens[-1]} tokens do not fit the smallest "
@@ -174,7 +296,7 @@ class Config(_Section):
 
         Left out are the sections of other experiments, how the weights got here and how the harness runs.
         """
-        others = {name for name in ("dkl_sweep", "splice_cost") if name != experiment}
+        others = set(EXPERIMENTS) - {experiment, *NEEDS.get(experiment, ())}
         data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED))
         data["model"] = {key: value for key, value in data["model"].items() if key not in MODEL_NOT_HASHED}
         return data

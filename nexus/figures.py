@@ -9,8 +9,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from nexus.canonical import write_atomically
+from nexus.tables import KL_BAR_NATS, at, distinct, front, level_text, methods, placed, value_of
 
 # Markers and line styles carry the meaning, so that colour (a palette safe for colour-blind readers) may be lost.
 STYLES = {
@@ -20,6 +24,29 @@ STYLES = {
                     "linestyle": ":"},
 }
 PROBE_TITLES = {"query": "behind the user's query", "block_end": "right behind the block"}
+PROTOCOL_TITLES = {"cold": "Cold: context, block and query", "warm": "Warm: the context is resident"}
+CURVE_STYLES = (
+    {"color": "#0072B2", "marker": "o", "linestyle": "-"}, {"color": "#D55E00", "marker": "s", "linestyle": "--"},
+    {"color": "#56B4E9", "marker": "p", "linestyle": (0, (3, 3))},
+)
+OTHER_STYLES = (
+    {"color": "#009E73", "marker": "^", "linestyle": "-."}, {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
+    {"color": "#555555", "marker": "v", "linestyle": (0, (8, 2))},
+    {"color": "#E69F00", "marker": "P", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
+    {"color": "#000000", "marker": "*", "linestyle": (0, (1, 3))},
+    {"color": "#882255", "marker": "X", "linestyle": (0, (6, 2, 2, 2))},
+)
+FAMILY_STYLES = {
+    "none": {"color": "#000000", "marker": "*"}, "head": {"color": "#0072B2", "marker": "o"},
+    "suffix": {"color": "#D55E00", "marker": "s"}, "head+suffix": {"color": "#CC79A7", "marker": "D"},
+    "random": {"color": "#777777", "marker": "v"}, "blend": {"color": "#009E73", "marker": "^"},
+    "head+blend": {"color": "#56B4E9", "marker": "X"}, "oracle": {"color": "#E69F00", "marker": "P"},
+    "full": {"color": "#000000", "marker": ">"},
+}
+# A marker's fill says what the block was compiled behind, in the order of the artifact.
+FILLS = ("full", "none", "left", "bottom", "right", "top")
+# Where a label may stand about its point, in the order of preference: first between the interval bars.
+LABEL_PLACES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1))
 # Below this the axis is linear, so that exact zeros can be shown.
 LINEAR_BELOW_NATS = 1e-4
 RC = {
@@ -62,20 +89,205 @@ def figure1(artifact: dict, published: dict) -> Figure:
         handles, labels = panels[0][0].get_legend_handles_labels()
         n = max(row["dkl_nats"]["n"] for row in rows)
         figure.suptitle(f"A block moved away from where it was compiled: {artifact['tuple']['model']}, "
-                        f"mean of {n} queries, 95 % bootstrap intervals", fontsize=10, x=0.01, ha="left")
+                        f"mean of {n} queries, {level_text(artifact)} bootstrap intervals", fontsize=10, x=0.01,
+                        ha="left")
         figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0.12, 1, 1.0))
     return figure
 
 
-def _curve(panel, xs: list[int], metrics: list[dict], style: dict) -> None:
-    values = [metric["value"] for metric in metrics]
-    # A metric without an interval (identical samples) is drawn as a bare point.
-    below = [metric["value"] - (metric["ci_low"] if metric["ci_low"] is not None else metric["value"])
-             for metric in metrics]
-    above = [(metric["ci_high"] if metric["ci_high"] is not None else metric["value"]) - metric["value"]
-             for metric in metrics]
-    panel.errorbar(xs, values, yerr=[below, above], capsize=3, linewidth=1.4, markersize=5, elinewidth=1, **style)
+def figure4(artifact: dict, published: dict) -> Figure:
+    """Speed-up over prefill against depth with intervals, a panel per protocol: schedules and the best other arms."""
+    rows, claims = artifact["rows"], published["deep_splice_ttft"]
+    depths = sorted({row["n_past"] for row in [*rows, *claims["rows"]]})
+    places = {n_past: i for i, n_past in enumerate(depths)}
+    curves = sorted({row["curve_k"] for row in rows if row["curve_k"] is not None})
+    protocols = [protocol for protocol in PROTOCOL_TITLES if at(rows, protocol=protocol)]
+    handles = {}
+    with matplotlib.rc_context(RC):
+        figure, panels = plt.subplots(1, len(protocols), figsize=(max(7.5, 4.8 * len(protocols)), 4.7), squeeze=False)
+        for panel, protocol in zip(panels[0], protocols):
+            here = at(rows, protocol=protocol)
+            panel.axhline(1, color="#333333", linewidth=0.8)
+            drawn = [(f"schedule R(n), K = {curve:g}", {"curve_k": curve}, style)
+                     for curve, style in zip(curves, CURVE_STYLES)]
+            if protocol == "warm":
+                drawn += [(arm, {"curve_k": None, "arm": arm}, style)
+                          for arm, style in zip(_best_others(here), OTHER_STYLES)]
+            for i, (name, keys, style) in enumerate(drawn):
+                cells = [row for row in at(here, **keys) if value_of(row["speedup"]) is not None]
+                if cells:
+                    # Curves stand a little apart, so that equal values do not hide each other.
+                    shift = 0.05 * (i - (len(drawn) - 1) / 2)
+                    label = name + _divergence_range(at(rows, **keys))
+                    handles[label] = _speedups(panel, places, shift, cells, {**style, "label": label})
+            if protocol == claims["protocol"]:
+                for curve, style in zip(curves, CURVE_STYLES):
+                    cells = [row | {"speedup": {"value": row["speedup"], "ci_low": row["ci"][0],
+                                                "ci_high": row["ci"][1]}}
+                             for row in at(claims["rows"], curve_k=curve)]
+                    if cells:
+                        label = f"published, K = {curve:g} (14B model, other machine)"
+                        hollow = {**style, "linestyle": "none", "markerfacecolor": "white", "label": label}
+                        handles[label] = _speedups(panel, places, 0.2, cells, hollow)
+            panel.set_title(PROTOCOL_TITLES[protocol], loc="left", fontsize=10)
+            _plain_log(panel.yaxis, "y")
+            panel.set_xticks(range(len(depths)), [str(n_past) for n_past in depths])
+            panel.set_xlim(-0.4, len(depths) - 0.6)
+            panel.set_xlabel("depth of the context (tokens)")
+            panel.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+            panel.set_axisbelow(True)
+        panels[0][0].set_ylabel("speed-up (prefill time / splice time)")
+        figure.suptitle(f"Time to first token of a spliced and repaired block: {artifact['tuple']['model']}, medians, "
+                        f"{level_text(artifact)} intervals", fontsize=10, x=0.01, ha="left")
+        _legend_below(figure, handles, ncols=2)
+    return figure
+
+
+def frontier(artifact: dict) -> Figure:
+    """Divergence behind the query against warm speed-up of every arm, a panel per depth, each with its Pareto front."""
+    rows = at(artifact["rows"], probe="query")
+    depths = sorted(n_past for (n_past,) in distinct(rows, "n_past"))
+    fills = dict(zip((behind for (behind,) in distinct(methods(rows), "compiled_behind")), FILLS))
+    handles = {}
+    across = min(2, len(depths))
+    down = -(-len(depths) // across)
+    with matplotlib.rc_context(RC):
+        figure, panels = plt.subplots(down, across, figsize=(max(8.5, 6 * across), 4.2 * down + 1), squeeze=False,
+                                      sharex=True, sharey=True)
+        for panel in panels.flat[len(depths):]:
+            panel.set_visible(False)
+        for panel, n_past in zip(panels.flat, depths):
+            here = at(rows, n_past=n_past)
+            for row in _arms(here):
+                fill = fills.get(row["compiled_behind"], "full")
+                _arm_point(panel, row, {**FAMILY_STYLES[row["arm"]], "fillstyle": fill})
+            leading = front(methods(here))
+            steps = panel.step([row["speedup"]["value"] for row in leading],
+                               [row["dkl_nats"]["value"] for row in leading], where="pre", color="#333333",
+                               linewidth=1, zorder=1)
+            handles["Pareto front"] = steps[0]
+            for floor in at(here, arm="noise_floor"):
+                if value_of(floor["dkl_nats"]) is not None:
+                    handles["noise floor (prefill, other batches)"] = panel.axhline(
+                        floor["dkl_nats"]["value"], color="#555555", linewidth=1.2, linestyle=":")
+            handles[f"{KL_BAR_NATS:g} nats"] = panel.axhline(KL_BAR_NATS, color="#D55E00", linewidth=1,
+                                                             linestyle="--")
+            panel.set_title(f"{n_past} tokens of context", loc="left", fontsize=10)
+            panel.grid(color="#EEEEEE", linewidth=0.5)
+            panel.set_axisbelow(True)
+        first = panels[0][0]
+        if not _arms(rows):
+            # Nothing to scale by: an axis that starts at 0 could not become logarithmic.
+            first.set_xlim(1, 10)
+        _plain_log(first.xaxis, "x")
+        first.set_yscale("symlog", linthresh=LINEAR_BELOW_NATS, linscale=0.5)
+        values = [row["dkl_nats"]["ci_high"] or row["dkl_nats"]["value"] for row in _arms(rows)]
+        first.set_ylim(-3e-5, 2 * max([*values, KL_BAR_NATS]))
+        for panel in panels[:, 0]:
+            panel.set_ylabel(r"$D_{\mathrm{KL}}$(full prefill ‖ repaired), nats")
+        # The last of each column, which is not the last row's where panels are left over.
+        for panel in panels.flat[max(0, len(depths) - across):len(depths)]:
+            panel.tick_params(labelbottom=True)
+            panel.set_xlabel("speed-up, context resident (prefill time / splice time)")
+        figure.suptitle(f"What recomputing a part of a block buys: {artifact['tuple']['model']}\n"
+                        f"read behind the query, {level_text(artifact)} intervals; numbers are shares recomputed, %", fontsize=10, x=0.01,
+                        ha="left")
+        for family in (family for family in FAMILY_STYLES if at(_arms(rows), arm=family)):
+            label = "oracle (control: knows the answer)" if family == "oracle" else family
+            handles[label] = Line2D([], [], linestyle="none", **FAMILY_STYLES[family])
+        for behind, fill in fills.items():
+            handles[f"compiled behind {behind}"] = Line2D([], [], linestyle="none", color="#333333", marker="o",
+                                                          markerfacecoloralt="white", fillstyle=fill)
+        _legend_below(figure, handles, ncols=2 + across)
+        # Last, because labels avoid each other in the final layout.
+        for panel, n_past in zip(panels.flat, depths):
+            if points := _arms(at(rows, n_past=n_past)):
+                _label_shares(panel, points)
+    return figure
+
+
+def _best_others(rows: list[dict]) -> list[str]:
+    """Arms without a schedule that no other such arm beats in both mean speed-up and mean divergence."""
+    means = []
+    for (arm,) in distinct(at(rows, curve_k=None), "arm"):
+        if cells := placed(at(rows, curve_k=None, arm=arm)):
+            means.append({"arm": arm} | {key: {"value": sum(row[key]["value"] for row in cells) / len(cells)}
+                                         for key in ("speedup", "dkl_nats")})
+    return [row["arm"] for row in front(means)]
+
+
+def _divergence_range(rows: list[dict]) -> str:
+    """What the speed costs, for the legend: the least and the largest mean divergence of the rows."""
+    values = [value_of(row["dkl_nats"]) for row in rows if value_of(row["dkl_nats"]) is not None]
+    ends = dict.fromkeys(f"{end(values):.2g}" for end in (min, max)) if values else ()
+    return f" (KL {' to '.join(ends)} nats)" if ends else ""
+
+
+def _speedups(panel, places: dict[int, int], shift: float, rows: list[dict], style: dict):
+    rows = sorted(rows, key=lambda row: row["n_past"])
+    return _curve(panel, [places[row["n_past"]] + shift for row in rows], [row["speedup"] for row in rows], style)
+
+
+def _curve(panel, xs: list[float], metrics: list[dict], style: dict):
+    """The drawn errorbar container."""
+    return panel.errorbar(xs, [metric["value"] for metric in metrics], yerr=_reach(metrics), capsize=3, linewidth=1.4,
+                          markersize=5, elinewidth=1, **style)
+
+
+def _reach(metrics: list[dict]) -> list[list[float]]:
+    """How far the intervals reach below and above; 0 without one (identical samples), which draws a bare point."""
+    return [[metric["value"] - (metric["ci_low"] if metric["ci_low"] is not None else metric["value"])
+             for metric in metrics],
+            [(metric["ci_high"] if metric["ci_high"] is not None else metric["value"]) - metric["value"]
+             for metric in metrics]]
+
+
+def _arms(rows: list[dict]) -> list[dict]:
+    """The rows that are drawn as points: all that were placed but the noise floor, which is a line."""
+    return placed(row for row in rows if row["arm"] in FAMILY_STYLES)
+
+
+def _arm_point(panel, row: dict, style: dict) -> None:
+    speedup, dkl = row["speedup"], row["dkl_nats"]
+    panel.errorbar([speedup["value"]], [dkl["value"]], xerr=_reach([speedup]), yerr=_reach([dkl]), linestyle="none",
+                   markersize=6, elinewidth=0.6, markerfacecoloralt="white", **style)
+
+
+def _label_shares(panel, rows: list[dict]) -> None:
+    """Write each point's share beside it, where no marker and no other label is; a point in a crowd goes without."""
+    figure = panel.figure
+    pixels = figure.dpi / 72
+    points = panel.transData.transform([(row["speedup"]["value"], row["dkl_nats"]["value"]) for row in rows])
+    taken = [Bbox.from_bounds(x - 3 * pixels, y - 3 * pixels, 6 * pixels, 6 * pixels) for x, y in points]
+    for row, (x, y) in zip(rows, points):
+        text = f"{row['recompute_pct']:g}"
+        width, height = 4 * len(text), 5.5
+        for dx, dy in LABEL_PLACES:
+            gap = 3.2 if dx and dy else 5
+            left, bottom = dx * (width / 2 + gap) - width / 2, dy * (height / 2 + gap) - height / 2
+            box = Bbox.from_bounds(x + left * pixels, y + bottom * pixels, width * pixels, height * pixels)
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                panel.annotate(text, (row["speedup"]["value"], row["dkl_nats"]["value"]), (left, bottom),
+                               textcoords="offset points", fontsize=6, color="#333333")
+                break
+
+
+def _plain_log(axis, name: str) -> None:
+    """A logarithmic axis ("x" or "y") with plain numbers, also where it spans less than a decade."""
+    getattr(axis.axes, f"set_{name}scale")("log")
+    axis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend_below(figure: Figure, handles: dict, ncols: int) -> None:
+    """Lay the figure out above a legend as high as its lines."""
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=ncols, frameon=False, fontsize=8,
+                  handlelength=3.5)
+    room = (0.17 * -(-len(handles) // ncols) + 0.15) / figure.get_figheight()
+    figure.tight_layout(rect=(0, room, 1, 1))
 
 
 def save(figure: Figure, path: Path) -> list[Path]:

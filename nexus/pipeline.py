@@ -193,8 +193,8 @@ def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
 
 
 def _texts(cfg: Config) -> list[str]:
-    workload = cfg.workload
-    return [_file_sha256(ROOT / path) for path in (workload.tools, workload.queries, workload.conversation)]
+    paths = cfg.workload.model_dump(exclude={"system_prompt"}).values()
+    return [_file_sha256(ROOT / path) for path in paths]
 
 
 def _file_sha256(path: Path) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nexus.tables import MOST_PCT
 
 def summary(folder: Path) -> str:
     """Readable lines about the run in `folder` (`results/<run>`); '' where it has no metrics yet."""
@@ -12,6 +13,12 @@ def summary(folder: Path) -> str:
         parts.append(_divergence(sweep))
     if costs := _metrics(folder, "splice_cost"):
         parts.append(_costs(costs))
+    if best := _by_depth(_metrics(folder, "repair_frontier"), "best."):
+        title = f"Best repair of at most {MOST_PCT:g} % of a block, read behind the query, context resident"
+        parts.append(_repairs(title, best, {"top1": "same top-1 %"}))
+    if policy := _by_depth(_metrics(folder, "calibrated_repair")):
+        parts.append(_repairs("Calibrated policy on held-out tools, queries and conversation", policy,
+                              {"violation_rate": "violations %"}))
     return "\n".join(parts)
 
 
@@ -47,6 +54,28 @@ def _costs(costs: dict[str, dict[str, Any]]) -> str:
                 f"{_number(values.get('total_per_memcpy')):>9} {_number(values.get('engine_shift_per_total')):>22}"
             )
     return "\n".join(lines)
+
+
+def _by_depth(metrics: dict[str, dict[str, Any]], prefix: str = "") -> dict[int, dict[str, Any]]:
+    """The metrics under the keys `<prefix><n_past>`, by ascending depth in tokens."""
+    depths = {key.removeprefix(prefix): values for key, values in metrics.items() if key.startswith(prefix)}
+    return {int(depth): depths[depth] for depth in sorted(filter(str.isdigit, depths), key=int)}
+
+
+def _repairs(title: str, by_depth: dict[int, dict[str, Any]], shares: dict[str, str]) -> str:
+    """One line per depth: what is recomputed, the mean divergence, `shares` (0 to 1, shown in percent) and speed-up."""
+    lines = [title, f"  {'n_past':>6} {'recomputed %':>13} {'KL nats':>8}"
+                    + "".join(f" {label:>13}" for label in shares.values()) + f" {'speed-up':>9}"]
+    for depth, values in by_depth.items():
+        percent = (values.get(name) for name in shares)
+        lines.append(f"  {depth:>6} {_percent(values.get('recompute_pct')):>13} {_number(values.get('dkl_nats')):>8}"
+                     + "".join(f" {_percent(None if share is None else 100 * share):>13}" for share in percent)
+                     + f" {_number(values.get('speedup')):>9}")
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _number(value: float | None) -> str:

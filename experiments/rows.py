@@ -1,0 +1,134 @@
+"""Artifact rows of the repair experiments, computed from their samples. Nothing here measures."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from nexus import stats
+from nexus.stats import Estimate
+
+Samples = Sequence[dict]
+OTHER_WORK = ("engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reuse")
+
+
+def grouped(samples: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """Samples by the values of `keys`, groups and samples in the order of appearance."""
+    groups: dict[tuple, list[dict]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample[key] for key in keys), []).append(sample)
+    return groups
+
+
+def fidelity(samples: Samples, seed: int, level: float) -> dict[str, Estimate]:
+    """Mean divergence (nats) with a bootstrap interval and top-1 agreement with a Wilson interval."""
+    return {"dkl_nats": stats.mean([s["dkl_nats"] for s in samples], seed, level),
+            "top1": stats.wilson(sum(s["top1"] for s in samples), len(samples), level)}
+
+
+def latency(samples: Samples, prefills: Samples, seed: int, level: float) -> dict[str, Estimate]:
+    """Medians of splice and prefill (ms), their ratio, what the token counts allow, and how near that comes.
+
+    `prefills` hold the same cases as `samples`, in the same order. `latency_per_ideal` is the splice's time over the
+    prefill's time scaled by the share of tokens decoded: 1 means that a token costs what it costs in a prefill.
+    """
+    splice, prefill = [s["ttft_ms"] for s in samples], [s["ttft_ms"] for s in prefills]
+    ideal = [decoded_share(s) for s in samples]
+    return {
+        "prefill_ms": stats.median(prefill, seed, level), "splice_ms": stats.median(splice, seed, level),
+        "speedup": stats.ratio_of_medians(prefill, splice, seed, level, paired=True),
+        "ideal_speedup": stats.ratio_of_medians(prefill, [p * i for p, i in zip(prefill, ideal)], seed, level,
+                                                paired=True),
+        "latency_per_ideal": stats.ratio_of_medians(splice, [p * i for p, i in zip(prefill, ideal)], seed, level,
+                                                    paired=True),
+    }
+
+
+def decoded_share(sample: dict) -> float:
+    """Tokens that the arm decodes over those that a prefill does; a probe of some layers counts as its share."""
+    resident = sample.get("context_tokens", 0)
+    decoded = resident + sample["recomputed"] + sample.get("probe_tokens", 0.0) + sample["query_tokens"]
+    return decoded / (resident + sample["block_tokens"] + sample["query_tokens"])
+
+
+def repair_frontier(samples: Samples, seed: int, level: float) -> list[dict]:
+    """One row per arm, share, depth, probe and what the block was compiled behind."""
+    floors = grouped((s for s in samples if s["arm"] == "noise_floor"), "n_past", "probe")
+    table = []
+    keys = ("arm", "recompute_pct", "n_past", "probe", "compiled_behind")
+    for group, members in grouped(samples, *keys).items():
+        row = dict(zip(keys, group)) | fidelity(members, seed, level)
+        prefills = floors[row["n_past"], row["probe"]]
+        row |= latency(members, prefills, seed, level)
+        row["recomputed_tokens"] = stats.mean([s["recomputed"] for s in members], seed, level)
+        table.append(row)
+    return table
+
+
+def rope_boundary_gate(samples: Samples, seed: int, level: float) -> list[dict]:
+    """One row per depth, arm and probe."""
+    keys = ("n_past", "arm", "recompute_pct", "probe", "faithful")
+    return [dict(zip(keys, group)) | fidelity(members, seed, level) | {
+        "cells_per_position": stats.mean([s["cells_per_position"] for s in members], seed, level),
+        "ttft_ms": stats.median([s["ttft_ms"] for s in members], seed, level),
+    } for group, members in grouped(samples, *keys).items()]
+
+
+def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
+    """One row per depth, protocol, arm and curve; both probes beside the latency."""
+    prefills = grouped((s for s in samples if s["arm"] == "prefill" and s["probe"] == "query"), "n_past", "protocol")
+    keys = ("n_past", "curve_k", "arm", "protocol", "compiled_behind")
+    table = []
+    for group, members in grouped((s for s in samples if s["arm"] != "prefill"), *keys).items():
+        row = dict(zip(keys, group))
+        query = [s for s in members if s["probe"] == "query"]
+        row["r_pct"] = float(np.mean([s["r_pct"] for s in query]))
+        row |= latency(query, prefills[row["n_past"], row["protocol"]], seed, level)
+        if row["arm"] in OTHER_WORK:
+            # They decode other tokens than block and query, so that the share of these says nothing.
+            row |= {"ideal_speedup": None, "latency_per_ideal": None}
+        row |= {"dkl_nats": None, "top1": None, "dkl_block_end_nats": None, "top1_block_end": None}
+        if "dkl_nats" in query[0]:
+            row |= fidelity(query, seed, level)
+            end = fidelity([s for s in members if s["probe"] == "block_end"], seed, level)
+            row |= {"dkl_block_end_nats": end["dkl_nats"], "top1_block_end": end["top1"]}
+        row["recomputed_tokens"] = stats.mean([s["recomputed"] for s in query], seed, level)
+        table.append(row)
+    return table
+
+
+def calibrated_repair(calibration: Samples, test: Samples, seed: int, level: float, epsilon_nats: float) -> list[dict]:
+    """Two rows per depth: what the policy chose from the calibration samples, and how it did on held-out ones."""
+    table = []
+    for name, samples in (("calibration", calibration), ("test", test)):
+        for (n_past,), members in grouped(samples, "n_past").items():
+            row = {"n_past": n_past, "set": name, "epsilon_nats": epsilon_nats}
+            row |= {key: members[0][key] for key in ("policy_arm", "recompute_pct", "compiled_behind")}
+            row["arm"] = row.pop("policy_arm")
+            chosen = [s for s in members if s["arm"] == "policy" and s["probe"] == "query"]
+            prefills = [s for s in members if s["arm"] == "noise_floor" and s["probe"] == "query"]
+            above = sum(s["dkl_nats"] > epsilon_nats for s in chosen)
+            row |= fidelity(chosen, seed, level) | latency(chosen, prefills, seed, level)
+            for key in ("ideal_speedup", "latency_per_ideal"):
+                del row[key]
+            row["dkl_upper_nats"] = stats.mean([s["dkl_nats"] for s in chosen], seed, 2 * level - 1).ci_high
+            row["violation_rate"] = stats.wilson(above, len(chosen), level)
+            row["noise_floor_nats"] = stats.mean([s["dkl_nats"] for s in prefills], seed, level)
+            table.append(row)
+    return table
+
+
+def best_within(table: list[dict], most_pct: float) -> dict[str, dict[str, float]]:
+    """Per depth, the arm with the least divergence behind the query among those that recompute at most `most_pct`.
+
+    The oracle, which needs the answer, does not compete.
+    """
+    best = {}
+    for (n_past,), members in grouped(table, "n_past").items():
+        open_to = [row for row in members if row["probe"] == "query" and row["recompute_pct"] <= most_pct
+                   and row["arm"] != "oracle"]
+        if open_to:
+            row = min(open_to, key=lambda row: row["dkl_nats"].value)
+            best[f"best.{n_past}"] = {"recompute_pct": row["recompute_pct"],
+                                      **{name: row[name].value for name in ("dkl_nats", "top1", "speedup")}}
+    return best

@@ -1,0 +1,32 @@
+"""All tables of a run, in Markdown, written from its artifacts. Loads no model."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from nexus import tables
+from nexus.canonical import write_atomically
+from nexus.config import Config
+from nexus.pipeline import experiment_main
+
+NAME = "tables"
+
+
+def run(cfg: Config, out: Path) -> Path:
+    """Path of the table folder, `<out>/tables`. Nothing is written where an artifact is missing."""
+    published = tables.published()
+    texts = {
+        "table2": tables.table2(tables.stored(cfg, out, "gating_nogo"), published),
+        "table3": tables.table3(tables.stored(cfg, out, "deep_splice_ttft"), published),
+        "frontier": tables.frontier(tables.stored(cfg, out, "repair_frontier")),
+        "repair_policy": tables.repair_policy(tables.stored(cfg, out, "calibrated_repair")),
+        "layouts": tables.layouts(tables.stored(cfg, out, "layouts")),
+    }
+    folder = out / "tables"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_atomically(folder / f"{name}.md", text)
+    return folder
+
+
+if __name__ == "__main__":
+    experiment_main(NAME, run)

@@ -1,0 +1,64 @@
+"""What a block is compiled behind. A block that has seen several left contexts depends less on any of them.
+
+system              the system prompt alone
+preamble-256        the system prompt and 256 tokens of neutral text
+ensemble-4x1000     the mean of four blocks, each behind the system prompt and 1000 tokens of another text
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nexus.blocks import Block, BlockError, context_hash
+from nexus.prompt import conversation_tokens
+from nexus.runtime import Model
+
+
+def load_preambles(path: str | Path) -> list[str]:
+    """The neutral texts of a JSON list. Raises BlockError when it is not one."""
+    try:
+        texts = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BlockError(f"preambles {path}: {error}; give a JSON list of texts") from None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise BlockError(f"preambles {path}: not a list of texts; give a JSON list of at least one")
+    return texts
+
+
+def left_contexts(model: Model, system: np.ndarray, behind: str, preambles: Sequence[str]) -> list[np.ndarray]:
+    """The token ids that a block is compiled behind, one int32[n] per member of the ensemble, all of one length.
+
+    Raises BlockError for another name, PromptError where a text is too short.
+    """
+    if behind == "system":
+        return [system]
+    found = re.fullmatch(r"preamble-([1-9]\d*)|ensemble-([1-9]\d*)x([1-9]\d*)", behind)
+    if not found:
+        raise BlockError(f"compiled_behind: {behind!r} is not system, preamble-<tokens> or ensemble-<texts>x<tokens>")
+    members, n_tokens = (1, int(found[1])) if found[1] else (int(found[2]), int(found[3]))
+    if members > len(preambles):
+        raise BlockError(f"compiled_behind: {behind} needs {members} preambles, there are {len(preambles)}; add texts")
+    return [np.concatenate([system, conversation_tokens(model, [{"role": "user", "content": text}], n_tokens)])
+            for text in preambles[:members]]
+
+
+def mean_block(blocks: Sequence[Block]) -> Block:
+    """One block with the mean of K and V over `blocks`, which hold the same tokens at the same anchor.
+
+    Means are taken in float32 and rounded once to float16. Keys at one anchor share their rotation, so that their mean
+    is the mean of the unrotated keys, rotated. Raises BlockError for different tokens or anchors.
+    """
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    for other in blocks[1:]:
+        if other.anchor != first.anchor or not np.array_equal(other.tokens, first.tokens):
+            raise BlockError("an ensemble averages blocks of the same tokens at the same anchor; compile them alike")
+    hashes = np.array([block.left_context_hash for block in blocks], dtype=np.uint64).view(np.int32)
+    return Block(first.tokens, first.anchor, context_hash(hashes),
+                 *(np.mean([getattr(block, part) for block in blocks], axis=0, dtype=np.float32).astype(np.float16)
+                   for part in ("k", "v")))

@@ -1,0 +1,129 @@
+"""What decides how much of a spliced block is repaired at a depth: the published schedule, or a calibrated table.
+
+Both answer `arm(n_past)`. The calibrated policy is the default: it takes, per depth, the cheapest arm that held a
+stated divergence on a calibration set, and prefills the block where none did.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nexus import artifact, stats
+from nexus.repair import Arm, Place, RepairError, arm_of, place_repaired
+
+
+class Policy(Protocol):
+    """Chooses an arm from the depth of the context."""
+
+    def arm(self, n_past: int) -> Arm:
+        """The arm for a block behind `n_past` tokens."""
+
+
+def schedule_pct(n_past: int, max_splice_pos: int = 256, recompute_pct: float = 5.0,
+                 recompute_full_mult: float = 4.0) -> float:
+    """R(n), share to recompute in percent (M6): R_base up to P, then linear to 100 at K·P.
+
+    R(n) = R_base + (n − P) / (P·(K − 1)) · (100 − R_base), clamped to 100. Raises RepairError for P < 1, K ≤ 1, a share
+    outside of 0 … 100 or a negative depth.
+    """
+    if n_past < 0 or max_splice_pos < 1 or not recompute_full_mult > 1 or not 0 <= recompute_pct <= 100:
+        raise RepairError(f"schedule: n_past={n_past}, max_splice_pos={max_splice_pos}, recompute_pct={recompute_pct}, "
+                          f"recompute_full_mult={recompute_full_mult}; depth ≥ 0, P ≥ 1, 0 ≤ R_base ≤ 100 and K > 1")
+    if n_past <= max_splice_pos:
+        return recompute_pct
+    slope = (100.0 - recompute_pct) / (max_splice_pos * (recompute_full_mult - 1))
+    return min(100.0, recompute_pct + (n_past - max_splice_pos) * slope)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The published policy: the last R(n) percent of the block are decoded again."""
+
+    max_splice_pos: int = 256
+    recompute_pct: float = 5.0
+    recompute_full_mult: float = 4.0
+    enable_deep_splice: bool = True
+    """False prefills every block behind P."""
+
+    def pct(self, n_past: int) -> float:
+        """Share recomputed at this depth, percent."""
+        if not self.enable_deep_splice and n_past > self.max_splice_pos:
+            return 100.0
+        return schedule_pct(n_past, self.max_splice_pos, self.recompute_pct, self.recompute_full_mult)
+
+    def arm(self, n_past: int) -> Arm:
+        pct = self.pct(n_past)
+        return arm_of("full" if pct == 100.0 else f"suffix-{pct:.6f}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An arm at one depth with what was measured of it on the calibration set."""
+
+    arm: str
+    cost: float
+    """Mean share of tokens decoded, to order arms by; any increasing measure of time will do."""
+    dkl_nats: tuple[float, ...]
+    """Divergence of each calibration case."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The arm taken at one depth."""
+
+    n_past: int
+    arm: str
+    dkl_upper_nats: float | None
+    """Upper confidence bound on the mean divergence; None for `full`, which needs none."""
+
+
+def upper_bound(dkl_nats: Sequence[float], seed: int, level: float) -> float | None:
+    """One-sided upper confidence bound on the mean, nats; None where the samples do not allow one."""
+    # The upper end of a two-sided interval at 2·level − 1 leaves 1 − level above it.
+    return stats.mean(dkl_nats, seed, 2 * level - 1).ci_high
+
+
+def calibrate(candidates: Mapping[int, Sequence[Candidate]], epsilon_nats: float, seed: int,
+              level: float = 0.95) -> list[Choice]:
+    """Per depth, ascending, the cheapest arm whose upper bound on the mean divergence is at most ε, else `full`."""
+    choices = []
+    for n_past in sorted(candidates):
+        for candidate in sorted(candidates[n_past], key=lambda c: (c.cost, c.arm)):
+            upper = upper_bound(candidate.dkl_nats, seed, level)
+            if upper is not None and upper <= epsilon_nats:
+                choices.append(Choice(n_past, candidate.arm, upper))
+                break
+        else:
+            choices.append(Choice(n_past, "full", None))
+    return choices
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The arm calibrated for the next deeper measured depth. Behind the deepest one blocks are prefilled."""
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def read(cls, path: Path | str) -> Calibrated:
+        """The policy of a `calibrated_repair.json` artifact. Raises ArtifactError, FileNotFoundError."""
+        rows = [row for row in artifact.read(path)["rows"] if row["set"] == "calibration"]
+        return cls(tuple(Choice(row["n_past"], row["arm"], row["dkl_upper_nats"]) for row in rows))
+
+    def arm(self, n_past: int) -> Arm:
+        if n_past < 0:
+            raise RepairError(f"n_past is {n_past}; a depth is not negative")
+        depths = np.array([choice.n_past for choice in self.choices])
+        deeper = np.flatnonzero(depths >= n_past)
+        return arm_of(self.choices[deeper[np.argmin(depths[deeper])]].arm if len(deeper) else "full")
+
+
+def splice_with(policy: Policy, place: Place, n_past: int, then: np.ndarray | None = None) -> tuple[np.ndarray | None,
+                                                                                                   int]:
+    """(logits behind `then` or None, tokens recomputed) after the block was placed and repaired as the policy says."""
+    chosen = policy.arm(n_past).select(place)
+    return place_repaired(place, chosen, then), len(chosen)
