@@ -54,7 +54,8 @@ class KvStateReader {
         state.seq = get<int32_t>("seq");
         do {
             if (state.caches.size() == kMostCaches) {
-                refuse("bytes follow the last cache; at most " + std::to_string(kMostCaches) + " are known");
+                refuse("bytes follow the last cache; at most " + std::to_string(kMostCaches) + " are known",
+                       at_);
             }
             state.caches.push_back(read_cache());
         } while (at_ < size_);
@@ -62,12 +63,16 @@ class KvStateReader {
     }
 
   private:
-    [[noreturn]] void refuse(const std::string & what) const {
-        throw std::runtime_error("kv state: " + what + " at byte " + std::to_string(at_) + " of " +
+    // Names the first byte of the field that was read or sought last.
+    [[noreturn]] void refuse(const std::string & what) const { refuse(what, field_); }
+
+    [[noreturn]] void refuse(const std::string & what, size_t at) const {
+        throw std::runtime_error("kv state: " + what + " at byte " + std::to_string(at) + " of " +
                                  std::to_string(size_));
     }
 
     template <typename T> T get(const std::string & field) {
+        field_ = at_;
         if (size_ - at_ < sizeof(T)) {
             refuse(field + " is cut off");
         }
@@ -78,12 +83,12 @@ class KvStateReader {
     }
 
     size_t skip(uint64_t count, uint64_t each, const std::string & field) {
+        field_ = at_;
         if (each != 0 && count > (size_ - at_) / each) {
             refuse(field + " is cut off");
         }
-        const size_t begin = at_;
         at_ += count * each;
-        return begin;
+        return field_;
     }
 
     KvCache read_cache() {
@@ -98,10 +103,11 @@ class KvStateReader {
         }
         cache.cells_offset = skip(cache.n_cells, kCellBytes, "cells");
         for (uint32_t i = 0; i < cache.n_cells; ++i) {
+            const size_t at = cache.cells_offset + i * kCellBytes + 4;
             uint32_t n_seq;
-            std::memcpy(&n_seq, data_ + cache.cells_offset + i * kCellBytes + 4, sizeof(n_seq));
+            std::memcpy(&n_seq, data_ + at, sizeof(n_seq));
             if (n_seq != 1) {
-                refuse("n_seq of cell " + std::to_string(i) + " is " + std::to_string(n_seq) + ", not 1");
+                refuse("n_seq of cell " + std::to_string(i) + " is " + std::to_string(n_seq) + ", not 1", at);
             }
         }
         const auto v_trans = get<uint32_t>("v_trans");
@@ -142,10 +148,10 @@ class KvStateReader {
         KvLayer layer;
         layer.type = get<int32_t>("V type");
         const uint64_t element = get<uint32_t>("V element bytes");
-        const uint64_t n_embd = get<uint32_t>("V width");
         if (layer.type == kF16 && element != sizeof(uint16_t)) {
             refuse("V element bytes are " + std::to_string(element) + " for F16, not 2");
         }
+        const uint64_t n_embd = get<uint32_t>("V width");
         layer.row_bytes = checked_row_bytes(element * n_embd, layer.type, "V");
         layer.offset = skip(n_cells, layer.row_bytes, "V");
         return layer;
@@ -154,6 +160,7 @@ class KvStateReader {
     const uint8_t * data_;
     size_t size_;
     size_t at_ = 0;
+    size_t field_ = 0;
 };
 
 // Where everything lies in a state blob of `size` bytes. Throws std::runtime_error naming field, value and byte.

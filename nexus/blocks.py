@@ -16,7 +16,7 @@ import numpy as np
 
 from nexus import native
 from nexus.rope import LAYOUT_CODES, SCALING_CODES
-from nexus.runtime import Runtime
+from nexus.runtime import Model, Runtime
 
 F16 = 1
 LIVE_SEQ = 0
@@ -111,6 +111,25 @@ def read_block(blob: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return positions
 
 
+def check_block(block: Block, model: Model) -> None:
+    """Refuse an in-memory block whose arrays the kernels would misread: BlockError naming field, value and remedy."""
+    tokens = block.tokens
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+        raise BlockError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give integer ids [n_tokens], at least one")
+    if tokens.min() < 0 or tokens.max() >= model.n_vocab:
+        raise BlockError(f"tokens hold {tokens.min()} … {tokens.max()}; give ids of this model, 0 … {model.n_vocab - 1}")
+    if block.anchor < 0:
+        raise BlockError(f"anchor is {block.anchor}; give the first token's position, 0 or more")
+    for name, array, head_dim in (("k", block.k, model.head_dim_k), ("v", block.v, model.head_dim_v)):
+        shape = (model.n_layer, len(tokens), model.n_head_kv * head_dim)
+        if array.dtype != np.float16:
+            raise BlockError(f"{name} is {array.dtype}; convert it to float16")
+        if array.shape != shape:
+            raise BlockError(f"{name} has shape {list(array.shape)}; [n_layers, n_tokens, width] is {list(shape)} here")
+        if not array.flags.c_contiguous:
+            raise BlockError(f"{name} has strides {array.strides}; make it C-contiguous with np.ascontiguousarray")
+
+
 def _header(runtime: Runtime):
     """A ToolBlockHeader with the fields that depend on the model."""
     header = native.kernels().ToolBlockHeader()
@@ -132,19 +151,24 @@ def _header(runtime: Runtime):
 
 
 def write_block(path: str | os.PathLike, block: Block, runtime: Runtime) -> None:
-    """Write a block as `.atb`: to a temporary file, then renamed. `runtime` is the one that compiled it."""
+    """Write a block as `.atb`: to a temporary file, then renamed. `runtime` is the one that compiled it.
+
+    Raises BlockError for a block that does not fit the runtime's model and where the file cannot be written.
+    """
+    try:
+        check_block(block, runtime.model)
+    except BlockError as error:
+        raise BlockError(f"{path}: {error}") from None
     header = _header(runtime)
     header.anchor = block.anchor
     header.n_tokens = len(block.tokens)
     header.left_context_hash = block.left_context_hash
-    header.n_layers = block.k.shape[0]
-    k, v = np.ascontiguousarray(block.k), np.ascontiguousarray(block.v)
     tokens = np.ascontiguousarray(block.tokens, dtype=np.int32)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         native.kernels().write_tool_block(os.fspath(path), header, tokens.ctypes.data,
                                           json.dumps(block.facts, ensure_ascii=False, sort_keys=True),
-                                          k.ctypes.data, v.ctypes.data)
+                                          block.k.ctypes.data, block.v.ctypes.data)
     except Exception as error:
         raise BlockError(f"{path}: {native.describe(error)}") from None
 

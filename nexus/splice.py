@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nexus import native
-from nexus.blocks import Block, BlockError, BlockFile, block_split, read_block
+from nexus.blocks import Block, BlockError, BlockFile, block_split, check_block, read_block
 from nexus.native import describe
 from nexus.rope import LAYOUT_CODES, Rope, RopeError
 from nexus.runtime import Runtime, RuntimeFailure
@@ -159,7 +159,7 @@ class Splicer:
         return keys, values
 
     def hold(self, block: Block | BlockFile) -> Resident:
-        """The block in this context's layout, ready to be placed. A file is checked against the model first.
+        """The block in this context's layout, ready to be placed. It is checked against the model first.
 
         Raises BlockError naming the field in which block and model differ.
         """
@@ -168,6 +168,7 @@ class Splicer:
             block.check(self.runtime)
             k, v, n_tokens = block.file.k_addr(), block.file.v_addr(), block.n_tokens
         else:
+            check_block(block, model)
             k, v, n_tokens = block.k.ctypes.data, block.v.ctypes.data, len(block.tokens)
         return Resident(self.runtime.gbl.nexus.ResidentBlock(
             self.magic, model.n_layer, n_tokens, model.n_head_kv, model.head_dim_k, model.head_dim_v, rope.n_rot,
@@ -179,7 +180,7 @@ class Splicer:
 
         What the sequence held at these positions is replaced; other sequences keep theirs. `reanchor=False` leaves the
         keys at the anchor's rotation (a control). Raises SpliceRefused, with `seq` unchanged, when the position would
-        leave a gap, is negative, or when cells run out.
+        leave a gap, is negative, or when cells run out, and RuntimeFailure where `seq` does not exist.
         """
         runtime = self.runtime
         end = runtime.pos_max(seq)
