@@ -37,9 +37,12 @@ class Block:
     left_context_hash: int
     """`context_hash` of the tokens that stood to its left."""
     k: np.ndarray
-    """Rotated keys as computed, float16[n_layers, n_tokens, n_head_kv · head_dim_k]."""
+    """Rotated keys as computed, float16[n_layers, n_tokens, n_head_kv · head_dim_k].
+
+    Layers stand in the order of llama.cpp's saved state, not of the model: with sliding-window attention all global
+    layers come first, then all local ones."""
     v: np.ndarray
-    """Values, float16[n_layers, n_tokens, n_head_kv · head_dim_v]."""
+    """Values, float16[n_layers, n_tokens, n_head_kv · head_dim_v], layers as in `k`."""
     facts: dict = field(default_factory=dict)
     """Free-form facts such as the tool's name; kept in the file as JSON."""
 
@@ -70,8 +73,8 @@ def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.
     runtime.clear()
     if anchor:
         runtime.decode(left, 0, LIVE_SEQ)
-    work, copy = 1, runtime.scratch_seq
-    if work == copy:
+    work = 1
+    if work == runtime.scratch_seq:
         raise BlockError(f"n_seq_max is {runtime.options.n_seq_max}; compiling needs at least 3 sequences")
     for tokens in token_lists:
         n = len(tokens)
@@ -81,24 +84,46 @@ def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.
             if anchor:
                 runtime.seq_cp(LIVE_SEQ, work)
             runtime.decode(tokens, anchor, work, split=block_split(n))
-            runtime.seq_cp(work, copy, anchor, anchor + n)
-            blob = runtime.state_get(copy)
+            k, v = read_cells(runtime, work, anchor, anchor + n)
         finally:
             runtime.seq_rm(work)
-            runtime.seq_rm(copy)
-        k = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_k), dtype=np.float16)
-        v = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_v), dtype=np.float16)
-        positions = read_block(blob, k, v)
-        if not np.array_equal(positions, np.arange(anchor, anchor + n)):
-            raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
-                             f"not {anchor} … {anchor + n - 1} in order")
         yield Block(np.asarray(tokens, dtype=np.int32), anchor, context_hash(left), k, v)
+
+
+def read_cells(runtime: Runtime, seq: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """(k, v) of positions begin … end−1 of a sequence as in `Block`: float16[n_layers, end−begin, width] each.
+
+    Uses the scratch sequence, which must be empty. Raises BlockError where these positions do not lie there in order,
+    one cell each in every layer.
+    """
+    model, copy = runtime.model, runtime.scratch_seq
+    # A saved state leaves out local cells that lie a whole window before the sequence's end, so that longer ranges are
+    # saved in pieces of one window each.
+    window = model.n_swa or end - begin
+    pieces = []
+    for first in range(begin, end, window):
+        last = min(first + window, end)
+        try:
+            runtime.seq_cp(seq, copy, first, last)
+            blob = runtime.state_get(copy)
+        finally:
+            runtime.seq_rm(copy)
+        k = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_k), dtype=np.float16)
+        v = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_v), dtype=np.float16)
+        positions = read_block(blob, k, v)
+        if not np.array_equal(positions, np.arange(first, last)):
+            raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
+                             f"not {first} … {last - 1} in order")
+        pieces.append((k, v))
+    k, v = (np.concatenate(parts, axis=1) for parts in zip(*pieces))
+    return k, v
 
 
 def read_block(blob: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Positions of the cells, int32[n_cells]; fills k and v (float16[n_layers, n_cells, width]) from a saved state.
 
-    Raises BlockError when the state holds more than one cache, another number of cells or layers, or another type.
+    Layers come in the state's order. Raises BlockError when the state's caches hold different cells, another number of
+    cells or layers, another type, or rows of unequal width.
     """
     positions = np.empty(k.shape[1], dtype=np.int32)
     kernels = native.kernels()

@@ -55,12 +55,14 @@ def log_to(path: str | os.PathLike | None) -> None:
     native.llama().nexus.llama_log_to(os.fspath(path) if path is not None else "")
 
 
-def _positions_span(blob: np.ndarray, cells_offset: int, n_cells: int) -> tuple[int, int]:
-    """(smallest, largest) position of a saved cache's cells, (−1, −1) when it is empty."""
-    if n_cells == 0:
-        return -1, -1
-    cells = blob[cells_offset:cells_offset + 12 * n_cells].view("<i4").reshape(n_cells, 3)
-    return int(cells[:, 0].min()), int(cells[:, 0].max())
+def _positions(blob: np.ndarray) -> list[np.ndarray]:
+    """Positions of the cells of each cache of a saved state, int32[n_cells]. RuntimeFailure where it cannot be parsed."""
+    try:
+        state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
+    except Exception as error:
+        raise RuntimeFailure(f"saved state: {describe(error)}") from None
+    ranges = [(int(cache.cells_offset), 12 * int(cache.n_cells)) for cache in state.caches]
+    return [blob[begin:begin + size].view("<i4")[::3] for begin, size in ranges]
 
 
 def _text(std_string) -> str:
@@ -112,7 +114,7 @@ class Model:
         """RoPE of the model under these context options. Raises RopeError where keys cannot be moved."""
         options = options or ContextOptions()
         return rope_of(self.meta, self.arch, self.rope_type, self.head_dim_k,
-                       options.rope_freq_base, options.rope_freq_scale)
+                       options.rope_freq_base, options.rope_freq_scale, self.n_swa)
 
     def tokenize(self, text: str, add_special: bool = False, parse_special: bool = True) -> np.ndarray:
         """Token ids, int32[n]. `parse_special` reads markers such as <|im_start|> as one token."""
@@ -200,6 +202,21 @@ class Runtime:
         if not 0 <= seq < self.options.n_seq_max:
             raise RuntimeFailure(f"sequence {seq} does not exist; n_seq_max is {self.options.n_seq_max}")
 
+    def _check_window(self, seq: int, pos: int) -> None:
+        """Refuse to decode at `pos` where local cells in its sliding window are gone.
+
+        llama.cpp gives away local cells that no next token of their sequence sees (find_slot in llama-kv-cache.cpp). A
+        sequence that is cut back afterwards would see them again, and would be computed without them in silence.
+        """
+        n_swa = self.model.n_swa
+        if n_swa == 0 or self._shift_pending or self.pos_min(seq) <= max(0, pos - n_swa + 1):
+            return
+        # It may also have begun that late: then no layer has these positions.
+        seen = [int((found > pos - n_swa).sum()) for found in _positions(self.state_get(seq))]
+        if min(seen) != max(seen):
+            raise RuntimeFailure(f"decode at position {pos} of sequence {seq}: {max(seen) - min(seen)} cells of its "
+                                 "sliding window were given to other sequences; remove it and decode it from its start")
+
     def decode(self, tokens: np.ndarray, pos: int, seq: int, logits: bool = False,
                split: tuple[int, ...] = ()) -> np.ndarray | None:
         """Logits after the last token, float32[n_vocab], or None when not asked for.
@@ -227,6 +244,8 @@ class Runtime:
         if not 0 <= pos <= MOST_POSITION - len(tokens):
             # llama.cpp takes a negative position and then refuses every later one, until the memory is cleared.
             raise RuntimeFailure(f"decode: position {pos} is out of range; begin a sequence at 0 or later")
+        if end >= 0:
+            self._check_window(seq, pos)
         begin = 0
         for size in (*split, len(tokens)):
             part = tokens[begin:begin + size]
@@ -313,11 +332,7 @@ class Runtime:
         context = self.context
         if blob.dtype != np.uint8 or not blob.flags.c_contiguous or blob.ndim != 1:
             raise RuntimeFailure("state_set: the blob must be a contiguous uint8 array")
-        try:
-            state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
-        except Exception as error:
-            raise RuntimeFailure(f"state_set: {describe(error)}") from None
-        spans = [_positions_span(blob, int(cache.cells_offset), int(cache.n_cells)) for cache in state.caches]
+        spans = [(int(found.min()), int(found.max())) if len(found) else (-1, -1) for found in _positions(blob)]
         if any(begin < 0 <= end or end < -1 for begin, end in spans):
             raise RuntimeFailure(f"state_set: the blob holds position {min(spans)[0]}; positions begin at 0")
         if len({end for _, end in spans}) > 1:

@@ -291,7 +291,7 @@ def test_a_remote_model_is_refused():
 
 
 @pytest.mark.parametrize("field, value, reason", [
-    ("is_recurrent", True, "recurrent"), ("n_swa", 512, "sliding-window"), ("rope_type", 8, "M-RoPE"),
+    ("is_recurrent", True, "recurrent"), ("rope_type", 8, "M-RoPE"),
 ])
 def test_declared_model_facts_are_refused(smollm2, monkeypatch, field, value, reason):
     monkeypatch.setattr(smollm2, field, value)
