@@ -54,7 +54,8 @@ class KvStateReader {
         state.seq = get<int32_t>("seq");
         do {
             if (state.caches.size() == kMostCaches) {
-                refuse("bytes follow the last cache; at most " + std::to_string(kMostCaches) + " are known");
+                refuse("bytes follow the last cache; at most " + std::to_string(kMostCaches) + " are known",
+                       at_);
             }
             state.caches.push_back(read_cache());
         } while (at_ < size_);
@@ -62,12 +63,16 @@ class KvStateReader {
     }
 
   private:
-    [[noreturn]] void refuse(const std::string & what) const {
-        throw std::runtime_error("kv state: " + what + " at byte " + std::to_string(at_) + " of " +
+    // Names the first byte of the field that was read or sought last.
+    [[noreturn]] void refuse(const std::string & what) const { refuse(what, field_); }
+
+    [[noreturn]] void refuse(const std::string & what, size_t at) const {
+        throw std::runtime_error("kv state: " + what + " at byte " + std::to_string(at) + " of " +
                                  std::to_string(size_));
     }
 
     template <typename T> T get(const std::string & field) {
+        field_ = at_;
         if (size_ - at_ < sizeof(T)) {
             refuse(field + " is cut off");
         }
@@ -78,12 +83,12 @@ class KvStateReader {
     }
 
     size_t skip(uint64_t count, uint64_t each, const std::string & field) {
+        field_ = at_;
         if (each != 0 && count > (size_ - at_) / each) {
             refuse(field + " is cut off");
         }
-        const size_t begin = at_;
         at_ += count * each;
-        return begin;
+        return field_;
     }
 
     KvCache read_cache() {
@@ -98,10 +103,11 @@ class KvStateReader {
         }
         cache.cells_offset = skip(cache.n_cells, kCellBytes, "cells");
         for (uint32_t i = 0; i < cache.n_cells; ++i) {
+            const size_t at = cache.cells_offset + i * kCellBytes + 4;
             uint32_t n_seq;
-            std::memcpy(&n_seq, data_ + cache.cells_offset + i * kCellBytes + 4, sizeof(n_seq));
+            std::memcpy(&n_seq, data_ + at, sizeof(n_seq));
             if (n_seq != 1) {
-                refuse("n_seq of cell " + std::to_string(i) + " is " + std::to_string(n_seq) + ", not 1");
+                refuse("n_seq of cell " + std::to_string(i) + " is " + std::to_string(n_seq) + ", not 1", at);
             }
         }
         const auto v_trans = get<uint32_t>("v_trans");
@@ -142,10 +148,10 @@ class KvStateReader {
         KvLayer layer;
         layer.type = get<int32_t>("V type");
         const uint64_t element = get<uint32_t>("V element bytes");
-        const uint64_t n_embd = get<uint32_t>("V width");
         if (layer.type == kF16 && element != sizeof(uint16_t)) {
             refuse("V element bytes are " + std::to_string(element) + " for F16, not 2");
         }
+        const uint64_t n_embd = get<uint32_t>("V width");
         layer.row_bytes = checked_row_bytes(element * n_embd, layer.type, "V");
         layer.offset = skip(n_cells, layer.row_bytes, "V");
         return layer;
@@ -154,6 +160,7 @@ class KvStateReader {
     const uint8_t * data_;
     size_t size_;
     size_t at_ = 0;
+    size_t field_ = 0;
 };
 
 // Where everything lies in a state blob of `size` bytes. Throws std::runtime_error naming field, value and byte.
@@ -196,18 +203,32 @@ inline void transpose_u16(const uint16_t * source, uint16_t * target, size_t row
     }
 }
 
-// Bytes of a one-cache state with F16 keys and values of these row sizes.
-inline size_t kv_state_size(uint32_t n_layer, uint32_t n_cells, size_t k_row_bytes, size_t v_row_bytes, bool v_trans) {
+// Bytes of a state with F16 keys and values of these row sizes. n_layer: of each cache, in state order.
+inline size_t kv_state_size(const std::vector<uint32_t> & n_layer, uint32_t n_cells, size_t k_row_bytes,
+                            size_t v_row_bytes, bool v_trans) {
     (void) v_trans;  // both V layouts have 12 bytes before a layer's data
-    return 8 + 8 + n_cells * kCellBytes + 8 + size_t(n_layer) * (2 * 12 + n_cells * (k_row_bytes + v_row_bytes));
+    size_t size = 8;
+    for (const uint32_t count : n_layer) {
+        size += 8 + n_cells * kCellBytes + 8 + size_t(count) * (2 * 12 + n_cells * (k_row_bytes + v_row_bytes));
+    }
+    return size;
 }
 
-// Writes a one-cache state from F16 k, v [n_layer][n_cells][row] and positions int32[n_cells]; sequence id 0.
-inline void write_kv_state(size_t out, size_t size, uint32_t magic, uint32_t n_layer, uint32_t n_cells,
-                           size_t k_row_bytes, size_t v_row_bytes, bool v_trans, size_t positions, size_t k, size_t v) {
-    if (n_layer == 0 || n_cells == 0 || size != kv_state_size(n_layer, n_cells, k_row_bytes, v_row_bytes, v_trans)) {
+// Writes a state from F16 k, v [layers of all caches][n_cells][row] and positions int32[n_cells], the same cells in
+// every cache; sequence id 0. n_layer: of each cache, in state order.
+inline void write_kv_state(size_t out, size_t size, uint32_t magic, const std::vector<uint32_t> & n_layer,
+                           uint32_t n_cells, size_t k_row_bytes, size_t v_row_bytes, bool v_trans, size_t positions,
+                           size_t k, size_t v) {
+    bool empty = n_layer.empty() || n_cells == 0;
+    size_t n_layers = 0;
+    for (const uint32_t count : n_layer) {
+        empty = empty || count == 0;
+        n_layers += count;
+    }
+    if (empty || size != kv_state_size(n_layer, n_cells, k_row_bytes, v_row_bytes, v_trans)) {
         throw std::invalid_argument("kv state: " + std::to_string(size) + " bytes do not fit " +
-                                    std::to_string(n_layer) + " layers of " + std::to_string(n_cells) + " cells");
+                                    std::to_string(n_layer.size()) + " caches with " + std::to_string(n_layers) +
+                                    " layers of " + std::to_string(n_cells) + " cells");
     }
     if (k_row_bytes == 0 || v_row_bytes == 0 || k_row_bytes % sizeof(uint16_t) || v_row_bytes % sizeof(uint16_t)) {
         throw std::invalid_argument("kv state: rows of " + std::to_string(k_row_bytes) + " and " +
@@ -220,93 +241,113 @@ inline void write_kv_state(size_t out, size_t size, uint32_t magic, uint32_t n_l
     };
     put(magic);
     put(int32_t(0));
-    put(uint32_t(1));
-    put(n_cells);
-    for (uint32_t i = 0; i < n_cells; ++i) {
-        put(reinterpret_cast<const int32_t *>(positions)[i]);
+    const auto * keys = reinterpret_cast<const uint8_t *>(k), * values = reinterpret_cast<const uint8_t *>(v);
+    const size_t k_bytes = n_cells * k_row_bytes, v_bytes = n_cells * v_row_bytes;
+    for (const uint32_t count : n_layer) {
         put(uint32_t(1));
-        put(int32_t(0));
-    }
-    put(uint32_t(v_trans));
-    put(n_layer);
-    for (uint32_t layer = 0; layer < n_layer; ++layer) {
-        put(kF16);
-        put(uint64_t(k_row_bytes));
-        std::memcpy(at, reinterpret_cast<const uint8_t *>(k) + layer * n_cells * k_row_bytes, n_cells * k_row_bytes);
-        at += n_cells * k_row_bytes;
-    }
-    for (uint32_t layer = 0; layer < n_layer; ++layer) {
-        const uint8_t * rows = reinterpret_cast<const uint8_t *>(v) + layer * n_cells * v_row_bytes;
-        put(kF16);
-        if (v_trans) {
-            const size_t n_embd = v_row_bytes / sizeof(uint16_t);
-            put(uint32_t(sizeof(uint16_t)));
-            put(uint32_t(n_embd));
-            std::vector<uint16_t> columns(n_cells * n_embd);
-            transpose_u16(reinterpret_cast<const uint16_t *>(rows), columns.data(), n_cells, n_embd);
-            std::memcpy(at, columns.data(), n_cells * v_row_bytes);
-        } else {
-            put(uint64_t(v_row_bytes));
-            std::memcpy(at, rows, n_cells * v_row_bytes);
+        put(n_cells);
+        for (uint32_t i = 0; i < n_cells; ++i) {
+            put(reinterpret_cast<const int32_t *>(positions)[i]);
+            put(uint32_t(1));
+            put(int32_t(0));
         }
-        at += n_cells * v_row_bytes;
+        put(uint32_t(v_trans));
+        put(count);
+        for (uint32_t layer = 0; layer < count; ++layer, keys += k_bytes) {
+            put(kF16);
+            put(uint64_t(k_row_bytes));
+            std::memcpy(at, keys, k_bytes);
+            at += k_bytes;
+        }
+        for (uint32_t layer = 0; layer < count; ++layer, values += v_bytes) {
+            put(kF16);
+            if (v_trans) {
+                const size_t n_embd = v_row_bytes / sizeof(uint16_t);
+                put(uint32_t(sizeof(uint16_t)));
+                put(uint32_t(n_embd));
+                std::vector<uint16_t> columns(n_cells * n_embd);
+                transpose_u16(reinterpret_cast<const uint16_t *>(values), columns.data(), n_cells, n_embd);
+                std::memcpy(at, columns.data(), v_bytes);
+            } else {
+                put(uint64_t(v_row_bytes));
+                std::memcpy(at, values, v_bytes);
+            }
+            at += v_bytes;
+        }
     }
 }
 
-// Reads a parsed one-cache state into F16 k, v [n_layer][n_cells][row] and positions int32[n_cells]. The byte sizes
-// of the targets must be exactly what the state holds. Throws std::runtime_error otherwise, and for other types.
+// Reads a parsed state into F16 k, v [layers of all caches, in state order][n_cells][row] and positions int32[n_cells].
+// The byte sizes of the targets must be exactly what the state holds. Throws std::runtime_error otherwise, for other
+// types, for rows of unequal width, and where caches hold different cells.
 inline void read_kv_block(size_t blob, size_t blob_size, const KvState & state, size_t k, size_t k_size, size_t v,
                           size_t v_size, size_t positions, size_t positions_size) {
-    if (state.caches.size() != 1) {
-        throw std::runtime_error("kv state: it holds " + std::to_string(state.caches.size()) +
-                                 " caches, one is expected (sliding-window attention?)");
+    const auto refuse = [](const std::string & what) { throw std::runtime_error("kv state: " + what); };
+    const auto * bytes = reinterpret_cast<const uint8_t *>(blob);
+    const KvCache & first = state.caches[0];
+    const size_t n_cells = first.n_cells;
+    if (positions_size != n_cells * sizeof(int32_t)) {
+        refuse("it holds " + std::to_string(n_cells) + " cells, " + std::to_string(positions_size / sizeof(int32_t)) +
+               " are expected");
     }
-    const KvCache & cache = state.caches[0];
-    if (positions_size != cache.n_cells * sizeof(int32_t)) {
-        throw std::runtime_error("kv state: it holds " + std::to_string(cache.n_cells) + " cells, " +
-                                 std::to_string(positions_size / sizeof(int32_t)) + " are expected");
+    for (const KvCache & cache : state.caches) {
+        if (cache.n_cells != n_cells) {
+            refuse("its caches hold " + std::to_string(n_cells) + " and " + std::to_string(cache.n_cells) +
+                   " cells, not the same ones (were some outside of the sliding window?)");
+        }
+        if (cache.cells_offset > blob_size || n_cells * kCellBytes > blob_size - cache.cells_offset) {
+            refuse("cells lie outside of the blob");
+        }
+        for (size_t i = 0; i < n_cells; ++i) {
+            const uint8_t * cell = bytes + cache.cells_offset + i * kCellBytes;
+            if (std::memcmp(cell, bytes + first.cells_offset + i * kCellBytes, sizeof(int32_t)) != 0) {
+                refuse("cell " + std::to_string(i) + " has another position in each cache");
+            }
+        }
     }
-    const auto check = [&](const std::vector<KvLayer> & layers, size_t target_size, const char * name) {
+    const auto check = [&](std::vector<KvLayer> KvCache::* layers_of, size_t target_size, const std::string & name) {
         size_t total = 0;
-        for (const KvLayer & layer : layers) {
-            if (layer.type != kF16) {
-                throw std::runtime_error(std::string("kv state: ") + name + " type is " + std::to_string(layer.type) +
-                                         ", only F16 (1) is supported");
+        for (const KvCache & cache : state.caches) {
+            for (const KvLayer & layer : cache.*layers_of) {
+                if (layer.type != kF16) {
+                    refuse(name + " type is " + std::to_string(layer.type) + ", only F16 (1) is supported");
+                }
+                if (layer.row_bytes != (first.*layers_of)[0].row_bytes) {
+                    refuse(name + " rows differ between layers: " + std::to_string((first.*layers_of)[0].row_bytes) +
+                           " and " + std::to_string(layer.row_bytes) + " bytes");
+                }
+                if (layer.offset > blob_size || n_cells * layer.row_bytes > blob_size - layer.offset) {
+                    refuse(name + " lies outside of the blob");
+                }
+                total += n_cells * layer.row_bytes;
             }
-            if (layer.row_bytes != layers[0].row_bytes) {
-                throw std::runtime_error(std::string("kv state: ") + name + " rows differ between layers");
-            }
-            if (layer.offset > blob_size || cache.n_cells * layer.row_bytes > blob_size - layer.offset) {
-                throw std::runtime_error(std::string("kv state: ") + name + " lies outside of the blob");
-            }
-            total += cache.n_cells * layer.row_bytes;
         }
         if (total != target_size) {
-            throw std::runtime_error(std::string("kv state: ") + name + " holds " + std::to_string(total) +
-                                     " bytes, " + std::to_string(target_size) + " are expected");
+            refuse(name + " holds " + std::to_string(total) + " bytes, " + std::to_string(target_size) +
+                   " are expected");
         }
     };
-    check(cache.k, k_size, "K");
-    check(cache.v, v_size, "V");
-    if (cache.cells_offset > blob_size || cache.n_cells * kCellBytes > blob_size - cache.cells_offset) {
-        throw std::runtime_error("kv state: cells lie outside of the blob");
+    check(&KvCache::k, k_size, "K");
+    check(&KvCache::v, v_size, "V");
+    for (size_t i = 0; i < n_cells; ++i) {
+        std::memcpy(reinterpret_cast<int32_t *>(positions) + i, bytes + first.cells_offset + i * kCellBytes, 4);
     }
-    const auto * bytes = reinterpret_cast<const uint8_t *>(blob);
-    for (uint32_t i = 0; i < cache.n_cells; ++i) {
-        std::memcpy(reinterpret_cast<int32_t *>(positions) + i, bytes + cache.cells_offset + i * kCellBytes, 4);
-    }
-    for (size_t layer = 0; layer < cache.k.size(); ++layer) {
-        const size_t k_bytes = cache.n_cells * cache.k[layer].row_bytes;
-        std::memcpy(reinterpret_cast<uint8_t *>(k) + layer * k_bytes, bytes + cache.k[layer].offset, k_bytes);
-        const size_t v_bytes = cache.n_cells * cache.v[layer].row_bytes;
-        uint8_t * rows = reinterpret_cast<uint8_t *>(v) + layer * v_bytes;
-        if (cache.v_trans) {
-            const size_t n_embd = cache.v[layer].row_bytes / sizeof(uint16_t);
-            std::vector<uint16_t> columns(n_embd * cache.n_cells);
-            std::memcpy(columns.data(), bytes + cache.v[layer].offset, v_bytes);
-            transpose_u16(columns.data(), reinterpret_cast<uint16_t *>(rows), n_embd, cache.n_cells);
-        } else {
-            std::memcpy(rows, bytes + cache.v[layer].offset, v_bytes);
+    auto * keys = reinterpret_cast<uint8_t *>(k), * values = reinterpret_cast<uint8_t *>(v);
+    for (const KvCache & cache : state.caches) {
+        for (const KvLayer & layer : cache.k) {
+            std::memcpy(keys, bytes + layer.offset, n_cells * layer.row_bytes);
+            keys += n_cells * layer.row_bytes;
+        }
+        for (const KvLayer & layer : cache.v) {
+            if (cache.v_trans) {
+                const size_t n_embd = layer.row_bytes / sizeof(uint16_t);
+                std::vector<uint16_t> columns(n_embd * n_cells);
+                std::memcpy(columns.data(), bytes + layer.offset, n_cells * layer.row_bytes);
+                transpose_u16(columns.data(), reinterpret_cast<uint16_t *>(values), n_embd, n_cells);
+            } else {
+                std::memcpy(values, bytes + layer.offset, n_cells * layer.row_bytes);
+            }
+            values += n_cells * layer.row_bytes;
         }
     }
 }

@@ -157,7 +157,8 @@ class LlamaContext {
         params.n_seq_max = options.n_seq_max;
         params.n_threads = options.n_threads;
         params.n_threads_batch = options.n_threads;
-        params.flash_attn_type = options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+        params.flash_attn_type =
+            options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
         params.kv_unified = options.kv_unified;
         params.swa_full = options.swa_full;
         params.type_k = (ggml_type) options.type_k;
@@ -188,7 +189,8 @@ class LlamaContext {
     llama_context * get() const { return context_; }
     llama_memory_t memory() const { return llama_get_memory(context_); }
 
-    // Decodes n tokens of one sequence at positions pos, pos+1, ... in batches of n_batch. Returns llama_decode's status.
+    // Decodes n tokens of one sequence at positions pos, pos+1, ... in batches of n_batch. Returns llama_decode's
+    // status.
     int32_t decode(size_t tokens, int32_t n, int32_t pos, int32_t seq, bool want_logits) {
         const auto * ids = reinterpret_cast<const llama_token *>(tokens);
         positions_.resize(n_batch_);

@@ -34,15 +34,16 @@ struct SpliceTimes {
 
 class ResidentBlock {
   public:
-    // k, v: F16 [n_layers][n_tokens][width], alive as long as this object. frequencies: double[n_rot / 2].
-    ResidentBlock(uint32_t magic, uint32_t n_layers, uint32_t n_tokens, uint32_t n_head_kv, uint32_t head_dim_k,
-                  uint32_t head_dim_v, uint32_t n_rot, int32_t rope_layout, int32_t anchor, bool v_trans, size_t k,
-                  size_t v, size_t frequencies, int32_t isa)
+    // n_layers: of each of the state's caches. k, v: F16 [layers of all caches][n_tokens][width], alive as long as this
+    // object. frequencies: double[n_caches][n_rot / 2], since local and global layers may rotate at different bases.
+    ResidentBlock(uint32_t magic, const std::vector<uint32_t> & n_layers, uint32_t n_tokens, uint32_t n_head_kv,
+                  uint32_t head_dim_k, uint32_t head_dim_v, uint32_t n_rot, int32_t rope_layout, int32_t anchor,
+                  bool v_trans, size_t k, size_t v, size_t frequencies, int32_t isa)
         : n_layers_(n_layers), n_tokens_(n_tokens), n_head_(n_head_kv), head_dim_(head_dim_k), n_rot_(n_rot),
           layout_(rope_layout), anchor_(anchor), isa_(isa),
           row_bytes_(size_t(n_head_kv) * head_dim_k * sizeof(uint16_t)) {
         const auto * theta = reinterpret_cast<const double *>(frequencies);
-        frequencies_.assign(theta, theta + n_rot / 2);
+        frequencies_.assign(theta, theta + n_layers.size() * (n_rot / 2));
         cos_.resize(n_rot / 2);
         sin_.resize(n_rot / 2);
         std::vector<int32_t> positions(n_tokens);
@@ -54,9 +55,11 @@ class ResidentBlock {
         write_kv_state(size_t(blob_.data()), blob_.size(), magic, n_layers, n_tokens, row_bytes_, v_row_bytes, v_trans,
                        size_t(positions.data()), k, v);
         state_ = parse_kv_state(size_t(blob_.data()), blob_.size());
-        for (uint32_t layer = 0; layer < n_layers; ++layer) {
-            sources_.push_back(k + layer * n_tokens * row_bytes_);
-            targets_.push_back(size_t(blob_.data()) + state_.caches[0].k[layer].offset);
+        for (const KvCache & cache : state_.caches) {
+            for (const KvLayer & layer : cache.k) {
+                sources_.push_back(k + sources_.size() * n_tokens * row_bytes_);
+                targets_.push_back(size_t(blob_.data()) + layer.offset);
+            }
         }
         placed_at_ = anchor;
     }
@@ -73,23 +76,34 @@ class ResidentBlock {
     // (a control: positions move, phases do not).
     void reanchor(int32_t position, bool reanchor_keys) {
         const double delta = reanchor_keys ? double(position) - anchor_ : 0.0;
-        rope_table(delta, size_t(frequencies_.data()), frequencies_.size(), size_t(cos_.data()), size_t(sin_.data()));
-        if (delta == 0) {
-            for (size_t layer = 0; layer < sources_.size(); ++layer) {
-                std::memcpy(reinterpret_cast<void *>(targets_[layer]), reinterpret_cast<const void *>(sources_[layer]),
-                            row_bytes_ * n_tokens_);
+        size_t begin = 0;
+        for (size_t cache = 0; cache < n_layers_.size(); begin += n_layers_[cache++]) {
+            if (delta == 0) {
+                for (size_t layer = begin; layer < begin + n_layers_[cache]; ++layer) {
+                    std::memcpy(reinterpret_cast<void *>(targets_[layer]),
+                                reinterpret_cast<const void *>(sources_[layer]), row_bytes_ * n_tokens_);
+                }
+                continue;
             }
-        } else {
-            rope_shift_layers(isa_, size_t(sources_.data()), size_t(targets_.data()), n_layers_, n_tokens_, row_bytes_,
-                              row_bytes_, n_head_, head_dim_, n_rot_, layout_, size_t(cos_.data()),
-                              size_t(sin_.data()));
+            rope_table(delta, size_t(frequencies_.data() + cache * cos_.size()), cos_.size(), size_t(cos_.data()),
+                       size_t(sin_.data()));
+            rope_shift_layers(isa_, size_t(sources_.data() + begin), size_t(targets_.data() + begin), n_layers_[cache],
+                              n_tokens_, row_bytes_, row_bytes_, n_head_, head_dim_, n_rot_, layout_,
+                              size_t(cos_.data()), size_t(sin_.data()));
         }
         shift_positions(size_t(blob_.data()), state_, position - placed_at_);
         placed_at_ = position;
     }
 
-    // Restores the block at `position` into `scratch`, which must be empty: {re-anchor, restore} in microseconds.
-    // Throws, with `scratch` empty, when llama.cpp has no room.
+    // Restores the block into the empty sequence `scratch`, at positions position … position+n_tokens-1. Throws, with
+    // `scratch` empty, when llama.cpp has no room.
+    //
+    // With sliding windows, llama.cpp may take cells of the local cache that are not free: those that one sequence
+    // alone holds and whose token lies outside of the window of that sequence's next position (find_slot in
+    // llama-kv-cache.cpp). The splice relies on this: such a cell is masked for all that its sequence decodes from its
+    // end on, and cells inside the window or held by two sequences are never taken. So other sequences go on as if
+    // nothing had happened; one that is then cut back by more than a few tokens may miss local cells. The same holds
+    // for `scratch` while it alone holds a block longer than the window: copy its cells before anything is decoded.
     SpliceTimes load(LlamaContext & context, int32_t position, int32_t scratch, bool reanchor_keys) {
         const auto t0 = Clock::now();
         reanchor(position, reanchor_keys);
@@ -110,12 +124,12 @@ class ResidentBlock {
     // `scratch` must be empty and is empty afterwards. Throws, with `live` unchanged, when llama.cpp has no room.
     SpliceTimes place(LlamaContext & context, int32_t position, int32_t live, int32_t scratch, bool reanchor_keys) {
         SpliceTimes times = load(context, position, scratch, reanchor_keys);
-        const auto start = Clock::now();
+        const auto t0 = Clock::now();
         llama_memory_t memory = context.memory();
         llama_memory_seq_rm(memory, live, position, position + int32_t(n_tokens_));
         llama_memory_seq_cp(memory, scratch, live, -1, -1);
         llama_memory_seq_rm(memory, scratch, -1, -1);
-        times.graft_us = us(start, Clock::now());
+        times.graft_us = us(t0, Clock::now());
         times.total_us += times.graft_us;
         return times;
     }
@@ -126,7 +140,8 @@ class ResidentBlock {
         return std::chrono::duration<double, std::micro>(b - a).count();
     }
 
-    uint32_t n_layers_, n_tokens_, n_head_, head_dim_, n_rot_;
+    std::vector<uint32_t> n_layers_;
+    uint32_t n_tokens_, n_head_, head_dim_, n_rot_;
     int32_t layout_, anchor_, isa_;
     size_t row_bytes_;
     int32_t placed_at_ = 0;

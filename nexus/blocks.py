@@ -16,7 +16,7 @@ import numpy as np
 
 from nexus import native
 from nexus.rope import LAYOUT_CODES, SCALING_CODES
-from nexus.runtime import Runtime
+from nexus.runtime import Model, Runtime
 
 F16 = 1
 LIVE_SEQ = 0
@@ -37,9 +37,12 @@ class Block:
     left_context_hash: int
     """`context_hash` of the tokens that stood to its left."""
     k: np.ndarray
-    """Rotated keys as computed, float16[n_layers, n_tokens, n_head_kv · head_dim_k]."""
+    """Rotated keys as computed, float16[n_layers, n_tokens, n_head_kv · head_dim_k].
+
+    Layers stand in the order of llama.cpp's saved state, not of the model: with sliding-window attention all global
+    layers come first, then all local ones."""
     v: np.ndarray
-    """Values, float16[n_layers, n_tokens, n_head_kv · head_dim_v]."""
+    """Values, float16[n_layers, n_tokens, n_head_kv · head_dim_v], layers as in `k`."""
     facts: dict = field(default_factory=dict)
     """Free-form facts such as the tool's name; kept in the file as JSON."""
 
@@ -70,8 +73,8 @@ def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.
     runtime.clear()
     if anchor:
         runtime.decode(left, 0, LIVE_SEQ)
-    work, copy = 1, runtime.scratch_seq
-    if work == copy:
+    work = 1
+    if work == runtime.scratch_seq:
         raise BlockError(f"n_seq_max is {runtime.options.n_seq_max}; compiling needs at least 3 sequences")
     for tokens in token_lists:
         n = len(tokens)
@@ -81,24 +84,46 @@ def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.
             if anchor:
                 runtime.seq_cp(LIVE_SEQ, work)
             runtime.decode(tokens, anchor, work, split=block_split(n))
-            runtime.seq_cp(work, copy, anchor, anchor + n)
-            blob = runtime.state_get(copy)
+            k, v = read_cells(runtime, work, anchor, anchor + n)
         finally:
             runtime.seq_rm(work)
-            runtime.seq_rm(copy)
-        k = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_k), dtype=np.float16)
-        v = np.empty((model.n_layer, n, model.n_head_kv * model.head_dim_v), dtype=np.float16)
-        positions = read_block(blob, k, v)
-        if not np.array_equal(positions, np.arange(anchor, anchor + n)):
-            raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
-                             f"not {anchor} … {anchor + n - 1} in order")
         yield Block(np.asarray(tokens, dtype=np.int32), anchor, context_hash(left), k, v)
+
+
+def read_cells(runtime: Runtime, seq: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """(k, v) of positions begin … end−1 of a sequence as in `Block`: float16[n_layers, end−begin, width] each.
+
+    Uses the scratch sequence, which must be empty. Raises BlockError where these positions do not lie there in order,
+    one cell each in every layer.
+    """
+    model, copy = runtime.model, runtime.scratch_seq
+    # A saved state leaves out local cells that lie a whole window before the sequence's end, so that longer ranges are
+    # saved in pieces of one window each.
+    window = model.n_swa or end - begin
+    pieces = []
+    for first in range(begin, end, window):
+        last = min(first + window, end)
+        try:
+            runtime.seq_cp(seq, copy, first, last)
+            blob = runtime.state_get(copy)
+        finally:
+            runtime.seq_rm(copy)
+        k = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_k), dtype=np.float16)
+        v = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_v), dtype=np.float16)
+        positions = read_block(blob, k, v)
+        if not np.array_equal(positions, np.arange(first, last)):
+            raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
+                             f"not {first} … {last - 1} in order")
+        pieces.append((k, v))
+    k, v = (np.concatenate(parts, axis=1) for parts in zip(*pieces))
+    return k, v
 
 
 def read_block(blob: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Positions of the cells, int32[n_cells]; fills k and v (float16[n_layers, n_cells, width]) from a saved state.
 
-    Raises BlockError when the state holds more than one cache, another number of cells or layers, or another type.
+    Layers come in the state's order. Raises BlockError when the state's caches hold different cells, another number of
+    cells or layers, another type, or rows of unequal width.
     """
     positions = np.empty(k.shape[1], dtype=np.int32)
     kernels = native.kernels()
@@ -109,6 +134,25 @@ def read_block(blob: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     except Exception as error:
         raise BlockError(native.describe(error)) from None
     return positions
+
+
+def check_block(block: Block, model: Model) -> None:
+    """Refuse an in-memory block whose arrays the kernels would misread: BlockError naming field, value and remedy."""
+    tokens = block.tokens
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+        raise BlockError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give integer ids [n_tokens], at least one")
+    if tokens.min() < 0 or tokens.max() >= model.n_vocab:
+        raise BlockError(f"tokens hold {tokens.min()} … {tokens.max()}; give ids of this model, 0 … {model.n_vocab - 1}")
+    if block.anchor < 0:
+        raise BlockError(f"anchor is {block.anchor}; give the first token's position, 0 or more")
+    for name, array, head_dim in (("k", block.k, model.head_dim_k), ("v", block.v, model.head_dim_v)):
+        shape = (model.n_layer, len(tokens), model.n_head_kv * head_dim)
+        if array.dtype != np.float16:
+            raise BlockError(f"{name} is {array.dtype}; convert it to float16")
+        if array.shape != shape:
+            raise BlockError(f"{name} has shape {list(array.shape)}; [n_layers, n_tokens, width] is {list(shape)} here")
+        if not array.flags.c_contiguous:
+            raise BlockError(f"{name} has strides {array.strides}; make it C-contiguous with np.ascontiguousarray")
 
 
 def _header(runtime: Runtime):
@@ -132,19 +176,24 @@ def _header(runtime: Runtime):
 
 
 def write_block(path: str | os.PathLike, block: Block, runtime: Runtime) -> None:
-    """Write a block as `.atb`: to a temporary file, then renamed. `runtime` is the one that compiled it."""
+    """Write a block as `.atb`: to a temporary file, then renamed. `runtime` is the one that compiled it.
+
+    Raises BlockError for a block that does not fit the runtime's model and where the file cannot be written.
+    """
+    try:
+        check_block(block, runtime.model)
+    except BlockError as error:
+        raise BlockError(f"{path}: {error}") from None
     header = _header(runtime)
     header.anchor = block.anchor
     header.n_tokens = len(block.tokens)
     header.left_context_hash = block.left_context_hash
-    header.n_layers = block.k.shape[0]
-    k, v = np.ascontiguousarray(block.k), np.ascontiguousarray(block.v)
     tokens = np.ascontiguousarray(block.tokens, dtype=np.int32)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         native.kernels().write_tool_block(os.fspath(path), header, tokens.ctypes.data,
                                           json.dumps(block.facts, ensure_ascii=False, sort_keys=True),
-                                          k.ctypes.data, v.ctypes.data)
+                                          block.k.ctypes.data, block.v.ctypes.data)
     except Exception as error:
         raise BlockError(f"{path}: {native.describe(error)}") from None
 

@@ -30,7 +30,7 @@ def check_facts(model: Model, spec: ModelSpec) -> None:
     found = {"n_ctx_train": model.n_ctx_train}
     if spec.rope is not None:
         rope = model.rope()
-        for field in ("layout", "base", "n_rot", "scaling"):
+        for field in ("layout", "base", "n_rot", "scaling", "base_swa"):
             expected[f"rope.{field}"] = getattr(spec.rope, field)
             found[f"rope.{field}"] = getattr(rope, field)
     for field, value in expected.items():

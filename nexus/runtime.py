@@ -1,6 +1,7 @@
 """Owns a llama.cpp model and context: tokens in, logits out, sequences copied, removed, saved and restored.
 
-All native access goes through cppyy. Every failure is an exception that leaves the sequences as they were.
+All native access goes through cppyy. Every failure is an exception that leaves the sequences as they were, but for a
+restore that llama.cpp refuses: it leaves its sequence empty.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from nexus.native import describe
 from nexus.rope import Rope, rope_of
 
 KV_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2, "f32": 0}
+MOST_POSITION = 2**31 - 1
 
 
 class RuntimeFailure(RuntimeError):
@@ -51,6 +53,16 @@ def log_to(path: str | os.PathLike | None) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     native.llama().nexus.llama_log_to(os.fspath(path) if path is not None else "")
+
+
+def _positions(blob: np.ndarray) -> list[np.ndarray]:
+    """Positions of the cells of each cache of a saved state, int32[n_cells]. RuntimeFailure where it cannot be parsed."""
+    try:
+        state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
+    except Exception as error:
+        raise RuntimeFailure(f"saved state: {describe(error)}") from None
+    ranges = [(int(cache.cells_offset), 12 * int(cache.n_cells)) for cache in state.caches]
+    return [blob[begin:begin + size].view("<i4")[::3] for begin, size in ranges]
 
 
 def _text(std_string) -> str:
@@ -96,26 +108,26 @@ class Model:
 
     def meta(self, key: str) -> str:
         """Value of a GGUF metadata key as text, '' when the file does not have it."""
-        return _text(self._model.meta(key))
+        return _text(self.native.meta(key))
 
     def rope(self, options: ContextOptions | None = None) -> Rope:
         """RoPE of the model under these context options. Raises RopeError where keys cannot be moved."""
         options = options or ContextOptions()
         return rope_of(self.meta, self.arch, self.rope_type, self.head_dim_k,
-                       options.rope_freq_base, options.rope_freq_scale)
+                       options.rope_freq_base, options.rope_freq_scale, self.n_swa)
 
     def tokenize(self, text: str, add_special: bool = False, parse_special: bool = True) -> np.ndarray:
         """Token ids, int32[n]. `parse_special` reads markers such as <|im_start|> as one token."""
-        return np.array(self._model.tokenize(text, add_special, parse_special), dtype=np.int32)
+        return np.array(self.native.tokenize(text, add_special, parse_special), dtype=np.int32)
 
     def detokenize(self, tokens: np.ndarray) -> str:
         tokens = np.ascontiguousarray(tokens, dtype=np.int32)
-        return _text(self._model.detokenize(tokens.ctypes.data, len(tokens)))
+        return _text(self.native.detokenize(tokens.ctypes.data, len(tokens)))
 
     @functools.cached_property
     def chat_template(self) -> str:
         """The file's own template where llama.cpp knows it, else "chatml"."""
-        template = _text(self._model.chat_template()) or "chatml"
+        template = _text(self.native.chat_template()) or "chatml"
         try:
             self._model.chat_message(template, "user", "x", False)
             return template
@@ -124,11 +136,18 @@ class Model:
 
     def chat_message(self, role: str, content: str, open_assistant: bool = False) -> str:
         """One message as prompt text; `open_assistant` adds the header after which the model answers."""
-        return _text(self._model.chat_message(self.chat_template, role, content, open_assistant))
+        return _text(self.native.chat_message(self.chat_template, role, content, open_assistant))
 
     def close(self) -> None:
         """Free the model. Contexts made from it must be closed first."""
         self._close()
+
+    @property
+    def native(self):
+        """The C++ LlamaModel. RuntimeFailure once the model is closed: llama.cpp would end the process."""
+        if not self._close.alive:
+            raise RuntimeFailure(f"model {self.path} is closed; open it again")
+        return self._model
 
 
 class Runtime:
@@ -149,7 +168,7 @@ class Runtime:
             setattr(native_options, field, getattr(options, field))
         native_options.type_k, native_options.type_v = KV_TYPES[options.kv_type_k], KV_TYPES[options.kv_type_v]
         try:
-            self._context = self.gbl.nexus.LlamaContext(model._model, native_options)
+            self._context = self.gbl.nexus.LlamaContext(model.native, native_options)
         except Exception as error:
             raise RuntimeFailure(f"{describe(error)} ({options})") from None
         self._close = weakref.finalize(self, self._context.close)
@@ -158,8 +177,17 @@ class Runtime:
 
     @property
     def context(self):
-        """The C++ LlamaContext, for kernels that drive it."""
+        """The C++ LlamaContext, for kernels that drive it. RuntimeFailure once it or its model is closed."""
+        if not self._close.alive:
+            raise RuntimeFailure("the runtime is closed; make another one")
+        self.model.native  # refuses a closed model
         return self._context
+
+    @property
+    def memory(self):
+        """llama.cpp's memory of this context, for its own functions. RuntimeFailure once it or its model is closed."""
+        self.context  # refuses a closed context
+        return self._memory
 
     def close(self) -> None:
         self._close()
@@ -174,6 +202,21 @@ class Runtime:
         if not 0 <= seq < self.options.n_seq_max:
             raise RuntimeFailure(f"sequence {seq} does not exist; n_seq_max is {self.options.n_seq_max}")
 
+    def _check_window(self, seq: int, pos: int) -> None:
+        """Refuse to decode at `pos` where local cells in its sliding window are gone.
+
+        llama.cpp gives away local cells that no next token of their sequence sees (find_slot in llama-kv-cache.cpp). A
+        sequence that is cut back afterwards would see them again, and would be computed without them in silence.
+        """
+        n_swa = self.model.n_swa
+        if n_swa == 0 or self._shift_pending or self.pos_min(seq) <= max(0, pos - n_swa + 1):
+            return
+        # It may also have begun that late: then no layer has these positions.
+        seen = [int((found > pos - n_swa).sum()) for found in _positions(self.state_get(seq))]
+        if min(seen) != max(seen):
+            raise RuntimeFailure(f"decode at position {pos} of sequence {seq}: {max(seen) - min(seen)} cells of its "
+                                 "sliding window were given to other sequences; remove it and decode it from its start")
+
     def decode(self, tokens: np.ndarray, pos: int, seq: int, logits: bool = False,
                split: tuple[int, ...] = ()) -> np.ndarray | None:
         """Logits after the last token, float32[n_vocab], or None when not asked for.
@@ -182,22 +225,34 @@ class Runtime:
         `split` lists batch sizes to use first (the rest goes in batches of n_batch): equal splits give equal bits.
         On failure the sequence is cut back to `pos` and RuntimeFailure is raised.
         """
-        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
+        tokens = np.asarray(tokens)
         self._check_seq(seq)
+        if tokens.ndim != 1:
+            raise RuntimeFailure(f"decode: tokens have {tokens.ndim} dimensions; give one list of token ids")
         if len(tokens) == 0:
             raise RuntimeFailure("decode: no tokens given")
+        if tokens.dtype.kind not in "iu":
+            raise RuntimeFailure(f"decode: tokens are {tokens.dtype}; give token ids as integers")
         if tokens.min() < 0 or tokens.max() >= self.model.n_vocab:
             raise RuntimeFailure(f"decode: token ids must lie in 0 … {self.model.n_vocab - 1}")
+        if any(size <= 0 for size in split):
+            raise RuntimeFailure(f"decode: split is {split}; every batch needs at least 1 token")
+        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
         end = self.pos_max(seq)
         if end >= 0 and pos != end + 1:
             raise RuntimeFailure(f"decode: position {pos} does not continue sequence {seq}, which ends at {end}")
+        if not 0 <= pos <= MOST_POSITION - len(tokens):
+            # llama.cpp takes a negative position and then refuses every later one, until the memory is cleared.
+            raise RuntimeFailure(f"decode: position {pos} is out of range; begin a sequence at 0 or later")
+        if end >= 0:
+            self._check_window(seq, pos)
         begin = 0
         for size in (*split, len(tokens)):
             part = tokens[begin:begin + size]
             if len(part) == 0:
                 break
             begin += len(part)
-            status = self._context.decode(part.ctypes.data, len(part), pos + begin - len(part), seq,
+            status = self.context.decode(part.ctypes.data, len(part), pos + begin - len(part), seq,
                                           logits and begin == len(tokens))
             if status != 0:
                 self.seq_rm(seq, pos, -1)
@@ -225,22 +280,24 @@ class Runtime:
     def logits(self) -> np.ndarray:
         """Logits of the last decode, float32[n_vocab]. They do not survive a restore: decode a token after one."""
         out = np.empty(self.model.n_vocab, dtype=np.float32)
-        if not self._context.logits(out.ctypes.data):
+        if not self.context.logits(out.ctypes.data):
             raise RuntimeFailure("logits: the last decode asked for none")
         return out
 
     def pos_min(self, seq: int) -> int:
-        """Smallest position in a sequence, −1 when it is empty."""
-        return int(self.gbl.llama_memory_seq_pos_min(self._memory, seq))
+        """Smallest position in a sequence, −1 when it is empty. With sliding windows: in the local layers' cache."""
+        self._check_seq(seq)
+        return int(self.gbl.llama_memory_seq_pos_min(self.memory, seq))
 
     def pos_max(self, seq: int) -> int:
         """Largest position in a sequence, −1 when it is empty."""
-        return int(self.gbl.llama_memory_seq_pos_max(self._memory, seq))
+        self._check_seq(seq)
+        return int(self.gbl.llama_memory_seq_pos_max(self.memory, seq))
 
     def seq_rm(self, seq: int, begin: int = -1, end: int = -1) -> None:
         """Remove positions begin … end−1 of a sequence; −1 leaves that side open."""
         self._check_seq(seq)
-        if not self.gbl.llama_memory_seq_rm(self._memory, seq, begin, end):
+        if not self.gbl.llama_memory_seq_rm(self.memory, seq, begin, end):
             raise RuntimeFailure(f"sequence {seq}: positions {begin} … {end} cannot be removed from this kind of memory")
 
     def seq_cp(self, source: int, target: int, begin: int = -1, end: int = -1) -> None:
@@ -250,22 +307,22 @@ class Runtime:
         if not self.options.kv_unified:
             # llama.cpp ends the process on a partial copy between streams, so it is refused before it is asked.
             raise RuntimeFailure("seq_cp needs kv_unified=true (a partial copy between separate streams aborts llama.cpp)")
-        self.gbl.llama_memory_seq_cp(self._memory, source, target, begin, end)
+        self.gbl.llama_memory_seq_cp(self.memory, source, target, begin, end)
 
     def seq_add(self, seq: int, begin: int, end: int, delta: int) -> None:
         """llama.cpp's own position shift. Applied by the next decode, over the whole cache, for every owner of a cell."""
         self._check_seq(seq)
-        if not self.gbl.llama_memory_can_shift(self._memory):
+        if not self.can_shift():
             raise RuntimeFailure("this model's memory cannot shift positions (M-RoPE or per-layer RoPE)")
-        self.gbl.llama_memory_seq_add(self._memory, seq, begin, end, delta)
+        self.gbl.llama_memory_seq_add(self.memory, seq, begin, end, delta)
         self._shift_pending = True
 
     def can_shift(self) -> bool:
-        return bool(self.gbl.llama_memory_can_shift(self._memory))
+        return bool(self.gbl.llama_memory_can_shift(self.memory))
 
     def clear(self) -> None:
         """Empty every sequence, so that the next decode starts at cell 0."""
-        self.gbl.llama_memory_clear(self._memory, True)
+        self.gbl.llama_memory_clear(self.memory, True)
         self._shift_pending = False
 
     def state_get(self, seq: int) -> np.ndarray:
@@ -274,20 +331,32 @@ class Runtime:
         if self._shift_pending:
             # Saved positions would already be shifted while the saved keys are not.
             raise RuntimeFailure("state_get: a position shift is pending; decode a token first")
-        blob = np.empty(self._context.state_size(seq), dtype=np.uint8)
-        written = self._context.state_get(seq, blob.ctypes.data, blob.nbytes)
+        blob = np.empty(self.context.state_size(seq), dtype=np.uint8)
+        written = self.context.state_get(seq, blob.ctypes.data, blob.nbytes)
         if written != blob.nbytes:
             raise RuntimeFailure(f"state of sequence {seq}: llama.cpp wrote {written} of {blob.nbytes} bytes")
         return blob
 
     def state_set(self, seq: int, blob: np.ndarray) -> None:
-        """Restore a sequence from a saved state. Checked by the positions found in memory, not by a return code."""
+        """Restore a sequence from a saved state. Checked by the positions found in memory, not by a return code.
+
+        Raises RuntimeFailure. A blob that is no saved state leaves the sequence as it was; a restore that llama.cpp
+        does not carry out, for want of cells or in another layout, leaves it empty.
+        """
         self._check_seq(seq)
+        context = self.context
         if blob.dtype != np.uint8 or not blob.flags.c_contiguous or blob.ndim != 1:
             raise RuntimeFailure("state_set: the blob must be a contiguous uint8 array")
-        state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
-        read = self._context.state_set(seq, blob.ctypes.data, blob.nbytes)
-        if read != blob.nbytes or (state.caches[0].n_cells > 0 and self.pos_max(seq) < 0):
+        spans = [(int(found.min()), int(found.max())) if len(found) else (-1, -1) for found in _positions(blob)]
+        if any(begin < 0 <= end or end < -1 for begin, end in spans):
+            raise RuntimeFailure(f"state_set: the blob holds position {min(spans)[0]}; positions begin at 0")
+        if len({end for _, end in spans}) > 1:
+            raise RuntimeFailure(f"state_set: the blob's caches end at positions {[end for _, end in spans]}; "
+                                 "a saved sequence ends at the same one in each")
+        self.seq_rm(seq)
+        read = context.state_set(seq, blob.ctypes.data, blob.nbytes)
+        # Of two caches, llama.cpp reports the second one's positions.
+        if read != blob.nbytes or (self.pos_min(seq), self.pos_max(seq)) != spans[-1]:
             self.seq_rm(seq)
             raise RuntimeFailure(f"state of sequence {seq} was not restored ({read} of {blob.nbytes} bytes read); "
                                  f"is there room in {self.options.n_ctx} cells?")

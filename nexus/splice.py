@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nexus import native
-from nexus.blocks import Block, BlockError, BlockFile, block_split, read_block
+from nexus.blocks import Block, BlockError, BlockFile, block_split, check_block, read_block
 from nexus.native import describe
 from nexus.rope import LAYOUT_CODES, Rope, RopeError
 from nexus.runtime import Runtime, RuntimeFailure
@@ -39,9 +39,9 @@ def memory_refusal(runtime: Runtime | None) -> str | None:
     if options.kv_type_k != "f16" or options.kv_type_v != "f16":
         return (f"KV type: K is {options.kv_type_k} and V is {options.kv_type_v}; "
                 "re-anchored blocks are F16, set kv_type_k=kv_type_v=f16")
-    if model.n_swa > 0:
-        return (f"sliding-window attention ({model.n_swa} tokens): the cache is split in two and drops masked cells, "
-                "which one block does not describe")
+    if model.n_swa > 0 and not options.swa_full:
+        return (f"sliding-window attention: local layers keep only a window of {model.n_swa} tokens, "
+                "so that a block loses its older cells; set swa_full=true")
     if not options.kv_unified:
         return "kv_unified is false: sequences live in separate streams, so cells cannot be shared; set kv_unified=true"
     return None
@@ -109,7 +109,7 @@ class Splicer:
             raise SpliceRefused(reason)
         self.runtime = runtime
         self.isa, self._isa_code = choose_isa(isa)
-        self._frequencies = np.ascontiguousarray(runtime.rope.frequencies)
+        self._frequencies = np.stack([runtime.rope.frequencies, runtime.rope.frequencies_swa])
         if any(runtime.pos_max(seq) >= 0 for seq in range(runtime.options.n_seq_max)):
             raise RuntimeFailure("a Splicer must be made while the runtime is empty: it decodes a few tokens to prove itself")
         try:
@@ -126,13 +126,17 @@ class Splicer:
         keys, values = self.read(saved, n)
         state = native.kernels().parse_kv_state(saved.ctypes.data, saved.nbytes)
         self.magic, self.v_trans = int(state.magic), bool(state.caches[0].v_trans)
+        self._n_layers = [int(cache.k.size()) for cache in state.caches]
+        if len(self._n_layers) != (2 if runtime.model.n_swa > 0 else 1):
+            raise SpliceRefused(f"state format: a saved state holds {len(self._n_layers)} caches; spliced are models "
+                                "with one, or with two where global and sliding-window layers alternate")
         probe = self.hold(Block(tokens[:n], 0, 0, keys, values))
-        if not np.array_equal(_without_seq(saved, n), _without_seq(probe.blob(), n)):
+        if not np.array_equal(_without_seq(saved), _without_seq(probe.blob())):
             raise SpliceRefused("state format: a saved state does not survive a byte-exact round trip; "
                                 "this llama.cpp build is not supported")
         runtime.seq_rm(work)
         self.place(probe, 0, work)
-        if not np.array_equal(_without_seq(saved, n), _without_seq(runtime.state_get(work), n)):
+        if not np.array_equal(_without_seq(saved), _without_seq(runtime.state_get(work))):
             raise SpliceRefused("state format: a restored state differs from the saved one; "
                                 "this llama.cpp build is not supported")
         runtime.seq_add(work, 0, -1, PROBE_DELTA)
@@ -144,11 +148,12 @@ class Splicer:
         ulps = pair_ulps(engine[:, :n], ours, runtime.rope, model.n_head_kv, model.head_dim_k)
         if ulps.max() > 1:
             layer = int(np.unravel_index(ulps.argmax(), ulps.shape)[0])
-            raise SpliceRefused(f"RoPE: keys of layer {layer} differ from llama.cpp's own shift by {ulps.max():.1f} ulps "
-                                "of the rotated pair; this model's rotation is not described by its metadata")
+            kind = "local layer" if layer >= self._n_layers[0] else "layer"
+            raise SpliceRefused(f"RoPE: keys of {kind} {layer} of the state differ from llama.cpp's own shift by "
+                                f"{ulps.max():.1f} ulps of the rotated pair; this model's rotation is not described by its metadata")
 
     def read(self, blob: np.ndarray, n_cells: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a one-cache state, float16[n_layers, n_cells, width] each. SpliceRefused on any surprise."""
+        """Keys and values of a state, float16[n_layers, n_cells, width] each. SpliceRefused on any surprise."""
         model = self.runtime.model
         keys = np.empty((model.n_layer, n_cells, model.n_head_kv * model.head_dim_k), dtype=np.float16)
         values = np.empty((model.n_layer, n_cells, model.n_head_kv * model.head_dim_v), dtype=np.float16)
@@ -159,7 +164,7 @@ class Splicer:
         return keys, values
 
     def hold(self, block: Block | BlockFile) -> Resident:
-        """The block in this context's layout, ready to be placed. A file is checked against the model first.
+        """The block in this context's layout, ready to be placed. It is checked against the model first.
 
         Raises BlockError naming the field in which block and model differ.
         """
@@ -168,9 +173,10 @@ class Splicer:
             block.check(self.runtime)
             k, v, n_tokens = block.file.k_addr(), block.file.v_addr(), block.n_tokens
         else:
+            check_block(block, model)
             k, v, n_tokens = block.k.ctypes.data, block.v.ctypes.data, len(block.tokens)
         return Resident(self.runtime.gbl.nexus.ResidentBlock(
-            self.magic, model.n_layer, n_tokens, model.n_head_kv, model.head_dim_k, model.head_dim_v, rope.n_rot,
+            self.magic, self._n_layers, n_tokens, model.n_head_kv, model.head_dim_k, model.head_dim_v, rope.n_rot,
             LAYOUT_CODES[rope.layout], block.anchor, self.v_trans, k, v, self._frequencies.ctypes.data, self._isa_code,
         ), block)
 
@@ -192,7 +198,7 @@ class Splicer:
 
         What the sequence held at these positions is replaced; other sequences keep theirs. `reanchor=False` leaves the
         keys at the anchor's rotation (a control). Raises SpliceRefused, with `seq` unchanged, when the position would
-        leave a gap, is negative, or when cells run out.
+        leave a gap, is negative, or when cells run out, and RuntimeFailure where `seq` does not exist.
         """
         runtime = self.runtime
         end = runtime.pos_max(seq)
@@ -245,10 +251,12 @@ def choose_isa(name: str | None = None) -> tuple[str, int]:
     return name, available[name]
 
 
-def _without_seq(blob: np.ndarray, n_cells: int) -> np.ndarray:
+def _without_seq(blob: np.ndarray) -> np.ndarray:
     """The blob with sequence ids zeroed: the header's and each cell's, which llama.cpp ignores on restore."""
     out = blob.copy()
     out[4:8] = 0
-    cells = out[16:16 + 12 * n_cells].reshape(n_cells, 12)
-    cells[:, 8:12] = 0
+    state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
+    for cache in state.caches:
+        begin, n_cells = int(cache.cells_offset), int(cache.n_cells)
+        out[begin:begin + 12 * n_cells].reshape(n_cells, 12)[:, 8:12] = 0
     return out

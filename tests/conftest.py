@@ -12,3 +12,9 @@ from nexus.runtime import Model
 def smollm2() -> Model:
     """SmolLM2-135M: "normal" RoPE layout, small enough for every integration test."""
     return open_model(validate(compose(["model=smollm2-135m"])).model)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Model:
+    """Gemma 3 270M: sliding-window attention of 512 tokens, two caches, two RoPE bases."""
+    return open_model(validate(compose(["model=gemma3-270m"])).model)

@@ -55,11 +55,17 @@ static void check_states() {
         auto k = random_values<uint8_t>(n_layers * n_cells * k_row);
         auto v = random_values<uint8_t>(n_layers * n_cells * v_row);
         auto positions = random_values<int32_t>(n_cells);
-        std::vector<uint8_t> blob(kv_state_size(n_layers, n_cells, k_row, v_row, v_trans));
-        write_kv_state(address(blob), blob.size(), 1, n_layers, n_cells, k_row, v_row, v_trans, address(positions),
+        const std::vector<uint32_t> layers = n_layers > 1 && round % 2 ? std::vector<uint32_t>{1, n_layers - 1}
+                                                                       : std::vector<uint32_t>{n_layers};
+        std::vector<uint8_t> blob(kv_state_size(layers, n_cells, k_row, v_row, v_trans));
+        write_kv_state(address(blob), blob.size(), 1, layers, n_cells, k_row, v_row, v_trans, address(positions),
                        address(k), address(v));
         if (round < 20) {
+            const size_t first = kv_state_size({layers[0]}, n_cells, k_row, v_row, v_trans);
             for (size_t length = 0; length < blob.size(); ++length) {
+                if (length == first) {
+                    continue;  // ends between two caches: a whole state of one
+                }
                 const std::vector<uint8_t> cut(blob.begin(), blob.begin() + long(length));
                 cut_taken += use_state(cut, k, v, positions);
             }

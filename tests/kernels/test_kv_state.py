@@ -47,7 +47,7 @@ def parse(k, blob: np.ndarray):
 
 
 def read(k, blob: np.ndarray, n_layers: int, n_cells: int, width_k: int, width_v: int):
-    """(K, V, positions) of a one-cache blob, or the kernel's exception."""
+    """(K, V, positions) of a blob, or the kernel's exception."""
     state = parse(k, blob)
     keys, values = (np.zeros((n_layers, n_cells, width), dtype=np.uint16) for width in (width_k, width_v))
     positions = np.zeros(n_cells, dtype=np.int32)
@@ -56,8 +56,10 @@ def read(k, blob: np.ndarray, n_layers: int, n_cells: int, width_k: int, width_v
     return keys, values, positions
 
 
-def write(k, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, v_trans: bool) -> np.ndarray:
+def write(k, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, v_trans: bool, first: int = 0) -> np.ndarray:
+    """The kernel's blob; `first` > 0 puts so many layers into a cache of their own."""
     n_layers, n_cells, width_k = keys.shape
+    n_layers = [first, n_layers - first] if first else [n_layers]
     width_v = values.shape[2]
     size = k.kv_state_size(n_layers, n_cells, width_k * 2, width_v * 2, v_trans)
     blob = np.zeros(size, dtype=np.uint8)
@@ -77,6 +79,21 @@ def test_written_state_is_the_documented_bytes_and_reads_back(k, size, v_trans, 
     blob = write(k, keys, values, positions, v_trans)
     np.testing.assert_array_equal(blob, blob_of(cache_bytes(positions, list(keys), list(values), v_trans)))
     got = read(k, blob, n_layers, n_cells, width_k, width_v)
+    for have, want in zip(got, (keys, values, positions)):
+        np.testing.assert_array_equal(have, want)
+
+
+@given(size=sizes, v_trans=st.booleans(), seed=st.integers(0, 2**32 - 1))
+def test_two_caches_of_the_same_cells_are_written_in_turn_and_read_as_one_block(k, size, v_trans, seed):
+    n_layers, n_cells, width_k, width_v = size
+    keys, values = tensors(n_layers + 1, n_cells, width_k, width_v, seed)
+    positions = np.arange(n_cells, dtype=np.int32) + seed % 1000
+    first = 1 + seed % n_layers
+    blob = write(k, keys, values, positions, v_trans, first)
+    np.testing.assert_array_equal(blob, blob_of(
+        *(cache_bytes(positions, list(keys[part]), list(values[part]), v_trans)
+          for part in (slice(first), slice(first, None)))))
+    got = read(k, blob, n_layers + 1, n_cells, width_k, width_v)
     for have, want in zip(got, (keys, values, positions)):
         np.testing.assert_array_equal(have, want)
 
@@ -107,16 +124,26 @@ def two_caches(v_trans: bool = False) -> np.ndarray:
 
 
 @pytest.mark.parametrize("v_trans", [False, True])
-def test_two_caches_parse_and_shift_but_are_not_one_block(k, v_trans):
+def test_two_caches_of_other_cells_parse_and_shift_but_are_not_one_block(k, v_trans):
     blob = two_caches(v_trans)
     state = parse(k, blob)
     assert [int(cache.n_cells) for cache in state.caches] == [5, 2]
     assert [cache.k.size() for cache in state.caches] == [1, 3]
     assert [bool(cache.v_trans) for cache in state.caches] == [v_trans, not v_trans]
-    with pytest.raises(Exception, match="2 caches, one is expected"):
+    with pytest.raises(Exception, match="hold 5 and 2 cells"):
         read(k, blob, 1, 5, 6, 4)
     k.shift_positions(blob.ctypes.data, state, 300)
     assert stored_positions(blob, state) == [[300, 301, 302, 303, 304], [303, 304]]
+
+
+def test_caches_of_other_positions_or_widths_are_not_one_block(k):
+    keys, values = tensors(1, 2, 4, 4)
+    wide, _ = tensors(1, 2, 6, 4)
+    one = cache_bytes([3, 4], list(keys), list(values), False)
+    with pytest.raises(Exception, match="cell 1 has another position in each cache"):
+        read(k, blob_of(one, cache_bytes([3, 5], list(keys), list(values), False)), 2, 2, 4, 4)
+    with pytest.raises(Exception, match="K rows differ between layers: 8 and 12 bytes"):
+        read(k, blob_of(one, cache_bytes([3, 4], list(wide), list(values), False)), 2, 2, 5, 4)
 
 
 def test_an_empty_cache_ends_after_its_count(k):
@@ -226,9 +253,10 @@ def test_an_impossible_field_is_named_with_its_value(k, offset, kind, value, mes
     with pytest.raises(cppyy.gbl.std.runtime_error) as caught:
         parse(k, blob)
     assert message in str(caught.value)
-    # How far the reader had come: never short of the bad field, never past the end.
+    # The first byte of the bad field, or of the first field that a wrong count leaves no room for.
     at, size = map(int, re.search(r"at byte (\d+) of (\d+)", str(caught.value)).groups())
-    assert offset <= at <= size == len(blob)
+    assert size == len(blob)
+    assert offset < at <= size if "cut off" in message else at == offset
 
 
 @pytest.mark.parametrize(("element", "width"), [(1, 4), (4, 1), (0, 2), (2, 0), (2, 2**31), (2**31, 2)])
@@ -237,7 +265,8 @@ def test_transposed_v_must_have_the_size_of_f16(k, element, width):
     keys, values = tensors(1, 2, 2, 2)
     blob = blob_of(cache_bytes([0, 1], list(keys), list(values), True))
     struct.pack_into("<II", blob, 48 + 12 + 8 + 4, element, width)
-    with pytest.raises(Exception, match="kv state: V "):
+    at = 48 + 12 + 8 + 4 + (0 if element != 2 else 4)
+    with pytest.raises(Exception, match=rf"kv state: V .* at byte {at if width != 2**31 else r'[0-9]+'} of"):
         parse(k, blob)
 
 
@@ -330,7 +359,7 @@ def test_a_state_that_belongs_to_a_longer_blob_is_refused(k):
     (1, 1, -1, 4, "do not fit"), (1, 1, 0, 3, "are not rows of F16"), (1, 1, 0, 0, "are not rows of F16"),
 ])
 def test_writing_refuses_what_it_cannot_describe(k, n_layers, n_cells, size_error, k_row, message):
-    size = k.kv_state_size(n_layers, n_cells, k_row, 4, False) + size_error
+    size = k.kv_state_size([n_layers], n_cells, k_row, 4, False) + size_error
     with pytest.raises(Exception) as caught:
-        k.write_kv_state(0, size, MAGIC, n_layers, n_cells, k_row, 4, False, 0, 0, 0)
+        k.write_kv_state(0, size, MAGIC, [n_layers], n_cells, k_row, 4, False, 0, 0, 0)
     assert message in str(caught.value)

@@ -114,6 +114,46 @@ def test_refused_input_changes_nothing(runtime, tokens, pos, seq, message):
     np.testing.assert_array_equal(before, runtime.state_get(0))
 
 
+@pytest.mark.parametrize("tokens, pos, split, message", [
+    (TOKENS[:3], -1, (), "position -1 is out of range"), (TOKENS[:3], -7, (), "position -7"),
+    (TOKENS[:3], 2**31 - 2, (), "out of range"), (TOKENS[:3], 0, (0,), r"split is \(0,\)"),
+    (TOKENS[:3], 0, (2, -1), r"split is \(2, -1\)"), (TOKENS[:4].reshape(2, 2), 0, (), "2 dimensions"),
+    (TOKENS[0], 0, (), "0 dimensions"), (TOKENS[:3].astype(np.float32), 0, (), "float32"),
+    (np.array([2**32 + 5]), 0, (), "token ids"),
+])
+def test_input_that_would_poison_an_empty_sequence_is_refused(runtime, tokens, pos, split, message):
+    with pytest.raises(RuntimeFailure, match=message):
+        runtime.decode(tokens, pos, 0, split=split)
+    assert (runtime.pos_min(0), runtime.pos_max(0)) == (-1, -1)
+    runtime.decode(TOKENS[:3], 0, 0)
+    assert runtime.pos_min(0) == 0
+
+
+def test_after_close_every_call_is_refused_and_the_process_lives(smollm2):
+    runtime = Runtime(smollm2, OPTIONS)
+    runtime.decode(TOKENS[:4], 0, 0)
+    blob = runtime.state_get(0)
+    runtime.close()
+    runtime.close()
+    for call in (lambda: runtime.decode(TOKENS[:1], 4, 0), lambda: runtime.logits(), lambda: runtime.pos_min(0),
+                 lambda: runtime.pos_max(0), lambda: runtime.seq_rm(0), lambda: runtime.seq_cp(0, 1),
+                 lambda: runtime.seq_add(0, 0, -1, 1), lambda: runtime.can_shift(), lambda: runtime.clear(),
+                 lambda: runtime.state_get(0), lambda: runtime.state_set(0, blob), lambda: runtime.context):
+        with pytest.raises(RuntimeFailure, match="the runtime is closed"):
+            call()
+
+
+def test_a_closed_model_is_refused_by_itself_and_by_its_runtimes(smollm2):
+    model = Model(smollm2.path, smollm2.sha256)
+    runtime = Runtime(model, OPTIONS)
+    model.close()
+    for call in (lambda: model.tokenize("a"), lambda: model.detokenize(TOKENS), lambda: model.meta("x"),
+                 lambda: model.chat_template, lambda: model.chat_message("user", "x"), lambda: runtime.pos_max(0),
+                 lambda: runtime.decode(TOKENS[:1], 0, 0), lambda: Runtime(model, OPTIONS)):
+        with pytest.raises(RuntimeFailure, match="is closed"):
+            call()
+
+
 def test_a_decode_that_does_not_fit_leaves_the_sequence_as_it_was(runtime):
     runtime.decode(np.tile(TOKENS, 3)[:200], 0, 0)
     before = runtime.state_get(0)
@@ -182,7 +222,8 @@ def test_sequences_that_do_not_exist_are_refused_by_every_operation(runtime, seq
     blob = runtime.state_get(0)
     for call in (lambda: runtime.seq_rm(seq), lambda: runtime.seq_cp(0, seq), lambda: runtime.seq_cp(seq, 0),
                  lambda: runtime.seq_add(seq, 0, -1, 1), lambda: runtime.state_get(seq),
-                 lambda: runtime.state_set(seq, blob), lambda: runtime.decode(TOKENS[:1], 0, seq)):
+                 lambda: runtime.state_set(seq, blob), lambda: runtime.decode(TOKENS[:1], 0, seq),
+                 lambda: runtime.pos_min(seq), lambda: runtime.pos_max(seq)):
         with pytest.raises(RuntimeFailure, match=f"sequence {seq} does not exist; n_seq_max is 4"):
             call()
     np.testing.assert_array_equal(blob, runtime.state_get(0))
@@ -304,7 +345,7 @@ def test_a_state_with_any_damaged_structure_byte_is_refused(runtime, mask):
     for at in STRUCTURE:
         damaged = blob.copy()
         damaged[at] ^= mask
-        with pytest.raises(Exception, match="kv state|not restored"):
+        with pytest.raises(RuntimeFailure, match="kv state|not restored"):
             runtime.state_set(1, damaged)
         assert runtime.pos_max(1) == -1, f"byte {at}"
     np.testing.assert_array_equal(blob, runtime.state_get(0))
@@ -320,9 +361,27 @@ def test_a_damaged_state_is_refused(runtime, damage):
         blob = blob.astype(np.int8)
     else:
         blob = np.repeat(blob, 2)[::2]
-    with pytest.raises(Exception, match="kv state|uint8"):
+    with pytest.raises(RuntimeFailure, match="kv state|uint8"):
         runtime.state_set(1, blob)
     assert runtime.pos_max(1) == -1
+
+
+def test_a_blob_that_is_no_state_leaves_the_sequence_and_one_of_negative_positions_is_none(runtime):
+    fill(runtime, 4)
+    before = runtime.state_get(0)
+    negative = before.copy()
+    negative[16:20] = 0xFF
+    for blob, message in ((before[:-1].copy(), "cut off"), (negative, "holds position -1")):
+        with pytest.raises(RuntimeFailure, match=message):
+            runtime.state_set(0, blob)
+        np.testing.assert_array_equal(before, runtime.state_get(0))
+
+
+def test_an_empty_state_empties_the_sequence(runtime):
+    empty = runtime.state_get(2)
+    fill(runtime, 4)
+    runtime.state_set(0, empty)
+    assert runtime.pos_max(0) == -1
 
 
 def test_files_that_are_no_model_are_named(tmp_path):

@@ -177,7 +177,29 @@ def test_refusals_change_nothing(fresh):
                                    (0, runtime.scratch_seq, "reserved")):
         with pytest.raises(SpliceRefused, match=message):
             splicer.place(resident, position, seq)
+    for seq in (-1, OPTIONS.n_seq_max):
+        with pytest.raises(RuntimeFailure, match=f"sequence {seq} does not exist"):
+            splicer.place(resident, 0, seq)
     np.testing.assert_array_equal(before, runtime.state_get(CONTEXT))
+
+
+@pytest.mark.parametrize("field, change, message", [
+    ("k", lambda k: k.astype(np.float32), "k is float32; convert it to float16"),
+    ("v", lambda v: v.astype(np.float32), "v is float32"),
+    ("k", lambda k: k[:, :-1], r"k has shape .*30, 60, 192"), ("v", lambda v: v[:-1], "v has shape"),
+    ("v", lambda v: v[..., :-2], "v has shape"), ("k", lambda k: np.asfortranarray(k), "k has strides"),
+    ("v", lambda v: v[..., ::-1], "v has strides"), ("tokens", lambda ids: ids[:-1], "k has shape"),
+    ("tokens", lambda ids: ids.reshape(1, -1), "tokens are int32"), ("tokens", lambda ids: ids[:0], "tokens are"),
+    ("tokens", lambda ids: ids.astype(np.float64), "tokens are float64"),
+    ("tokens", lambda ids: -ids, "give ids of this model"), ("anchor", lambda anchor: -1, "anchor is -1"),
+])
+def test_a_block_whose_arrays_would_be_misread_is_refused(bench, tmp_path, field, change, message):
+    runtime, splicer, _, block = bench
+    bad = dataclasses.replace(block, **{field: change(getattr(block, field))})
+    for use in (splicer.hold, lambda block: write_block(tmp_path / "tool.atb", block, runtime)):
+        with pytest.raises(BlockError, match=message):
+            use(bad)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_cache_refuses_and_the_text_can_still_be_refused_too(fresh):
@@ -269,7 +291,7 @@ def test_a_remote_model_is_refused():
 
 
 @pytest.mark.parametrize("field, value, reason", [
-    ("is_recurrent", True, "recurrent"), ("n_swa", 512, "sliding-window"), ("rope_type", 8, "M-RoPE"),
+    ("is_recurrent", True, "recurrent"), ("rope_type", 8, "M-RoPE"),
 ])
 def test_declared_model_facts_are_refused(smollm2, monkeypatch, field, value, reason):
     monkeypatch.setattr(smollm2, field, value)
