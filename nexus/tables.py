@@ -190,15 +190,15 @@ def _reaching(artifact: dict[str, Any], target: float) -> str:
     if not bounded:
         return f"No predictor has an interval, so none is shown to reach ρ = {target:g}."
 
-    def told(row: Row) -> str:
-        return (f"`{row['predictor']}` (n_past {row['n_past']}, context {row['context']}: lower bound "
-                f"{number(row['spearman_rho']['ci_low'])})")
-
-    reaching = [row for row in bounded if row["spearman_rho"]["ci_low"] >= target]
+    reaching = [row["predictor"] for row in bounded if row["spearman_rho"]["ci_low"] >= target]
     if reaching:
-        return f"The lower bound reaches ρ = {target:g} for {', '.join(map(told, reaching))}."
+        told = ", ".join(f"`{predictor}` ({reaching.count(predictor)} of {len(at(bounded, predictor=predictor))} rows)"
+                         for predictor in dict.fromkeys(reaching))
+        return f"The lower bound reaches ρ = {target:g} for {told}."
     highest = max(bounded, key=lambda row: row["spearman_rho"]["ci_low"])
-    return f"No predictor's lower bound reaches ρ = {target:g}; the highest is that of {told(highest)}."
+    return (f"No predictor's lower bound reaches ρ = {target:g}; the highest is "
+            f"{number(highest['spearman_rho']['ci_low'])}, of `{highest['predictor']}` (n_past {highest['n_past']}, "
+            f"context {highest['context']}).")
 
 
 def table3(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
