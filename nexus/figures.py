@@ -164,8 +164,8 @@ def frontier(artifact: dict) -> Figure:
                 _arm_point(panel, row, {**FAMILY_STYLES[row["arm"]], "fillstyle": fill})
             leading = front(methods(here))
             steps = panel.step([row["speedup"]["value"] for row in leading],
-                               [row["dkl_nats"]["value"] for row in leading], where="pre", color="#333333",
-                               linewidth=1, zorder=1)
+                               [row["dkl_nats"]["value"] for row in leading], where="pre", color="#AAAAAA",
+                               linewidth=2, zorder=1)
             handles["Pareto front"] = steps[0]
             for floor in at(here, arm="noise_floor"):
                 if value_of(floor["dkl_nats"]) is not None:
@@ -181,9 +181,14 @@ def frontier(artifact: dict) -> Figure:
             # Nothing to scale by: an axis that starts at 0 could not become logarithmic.
             first.set_xlim(1, 10)
         _plain_log(first.xaxis, "x")
-        first.set_yscale("symlog", linthresh=LINEAR_BELOW_NATS, linscale=0.5)
-        values = [row["dkl_nats"]["ci_high"] or row["dkl_nats"]["value"] for row in _arms(rows)]
-        first.set_ylim(-3e-5, 2 * max([*values, KL_BAR_NATS]))
+        ends = [KL_BAR_NATS, *(end for row in placed(rows) for end in _ends(row["dkl_nats"]))]
+        if min(ends) > 0:
+            first.set_yscale("log")
+            first.set_ylim(min(ends) / 2, 2 * max(ends))
+        else:
+            # An exact zero, such as a prefill's where batches are split alike, has its place below the decades.
+            first.set_yscale("symlog", linthresh=LINEAR_BELOW_NATS, linscale=0.5)
+            first.set_ylim(-3e-5, 2 * max(ends))
         for panel in panels[:, 0]:
             panel.set_ylabel(r"$D_{\mathrm{KL}}$(full prefill ‖ repaired), nats")
         # The last of each column, which is not the last row's where panels are left over.
@@ -191,8 +196,8 @@ def frontier(artifact: dict) -> Figure:
             panel.tick_params(labelbottom=True)
             panel.set_xlabel("speed-up, context resident (prefill time / splice time)")
         figure.suptitle(f"What recomputing a part of a block buys: {artifact['tuple']['model']}\n"
-                        f"read behind the query, {level_text(artifact)} intervals; numbers are shares recomputed, %", fontsize=10, x=0.01,
-                        ha="left")
+                        f"read behind the query, {level_text(artifact)} intervals; numbers are shares recomputed, %",
+                        fontsize=10, x=0.01, ha="left")
         for family in (family for family in FAMILY_STYLES if at(_arms(rows), arm=family)):
             label = "oracle (control: knows the answer)" if family == "oracle" else family
             handles[label] = Line2D([], [], linestyle="none", **FAMILY_STYLES[family])
@@ -237,10 +242,14 @@ def _curve(panel, xs: list[float], metrics: list[dict], style: dict):
 
 def _reach(metrics: list[dict]) -> list[list[float]]:
     """How far the intervals reach below and above; 0 without one (identical samples), which draws a bare point."""
-    return [[metric["value"] - (metric["ci_low"] if metric["ci_low"] is not None else metric["value"])
-             for metric in metrics],
-            [(metric["ci_high"] if metric["ci_high"] is not None else metric["value"]) - metric["value"]
-             for metric in metrics]]
+    ends = [_ends(metric) for metric in metrics]
+    return [[metric["value"] - low for metric, (low, _) in zip(metrics, ends)],
+            [high - metric["value"] for metric, (_, high) in zip(metrics, ends)]]
+
+
+def _ends(metric: dict) -> tuple[float, float]:
+    """The bounds of the metric's interval; its value twice without one."""
+    return (metric["value"],) * 2 if metric["ci_low"] is None else (metric["ci_low"], metric["ci_high"])
 
 
 def _arms(rows: list[dict]) -> list[dict]:

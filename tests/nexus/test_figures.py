@@ -5,15 +5,21 @@ import copy
 import json
 
 import pytest
-
+import repair_artifacts
+from experiments import figures as experiment
 from nexus import figures
-from nexus.config import ROOT
+from nexus.config import ROOT, compose, validate
+from nexus.tables import MissingArtifact
 
 PUBLISHED = json.loads((ROOT / "results" / "published.json").read_text())
+REPAIR_FIGURES = {
+    "figure4": (repair_artifacts.ttft, lambda made: figures.figure4(made, PUBLISHED)),
+    "frontier": (repair_artifacts.frontier, figures.frontier),
+}
 
 
-def metric(value, low, high):
-    return {"value": value, "ci_low": low, "ci_high": high, "n": 5, "method": "synthetic", "level": 0.95}
+def metric(value, low, high, level=0.95):
+    return {"value": value, "ci_low": low, "ci_high": high, "n": 5, "method": "synthetic", "level": level}
 
 
 def synthetic(arms=tuple(figures.STYLES)):
@@ -101,3 +107,117 @@ def test_a_run_with_one_probe_and_one_offset_is_drawn(tmp_path):
     text = svg.read_text()
     assert figures.PROBE_TITLES["query"] in text and figures.PROBE_TITLES["block_end"] not in text
     assert "P = 256" not in text, "an offset that was not measured has no place on the axis"
+
+
+def legend_of(figure):
+    legend, = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def lines_at(panel, y):
+    """The horizontal lines across a panel at this height."""
+    return [line for line in panel.lines if list(line.get_xdata()) == [0, 1] and list(line.get_ydata()) == [y, y]]
+
+
+def test_figure_1_takes_the_level_from_the_artifact():
+    artifact = synthetic()
+    for row in artifact["rows"]:
+        row["dkl_nats"]["level"] = 0.8
+    assert "80 % bootstrap intervals" in figures.figure1(artifact, PUBLISHED).get_suptitle()
+
+
+@pytest.mark.parametrize("name", REPAIR_FIGURES)
+def test_repair_figures_have_the_same_bytes_twice_and_leave_the_artifact_alone(name, tmp_path):
+    make, draw = REPAIR_FIGURES[name]
+    made = make(depths=(256, 1024), level=0.9)
+    before = copy.deepcopy(made)
+    first, second = (figures.save(draw(made), tmp_path / folder / name) for folder in ("a", "b"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second] and made == before
+    assert "90 % intervals" in first[0].read_text()
+
+
+@pytest.mark.parametrize("name", REPAIR_FIGURES)
+def test_repair_figures_of_one_row_and_of_nothing_measured_are_drawn(name, tmp_path):
+    make, draw = REPAIR_FIGURES[name]
+    made = make(depths=(256,))
+    made["rows"] = made["rows"][:1]
+    assert len(figures.save(draw(made), tmp_path / "one")) == 2
+    made["rows"][0] |= {"dkl_nats": None, "speedup": None}
+    assert len(figures.save(draw(made), tmp_path / "none")) == 2
+
+
+def test_figure_4_draws_schedules_published_markers_and_the_best_others():
+    figure = figures.figure4(repair_artifacts.ttft(), PUBLISHED)
+    cold, warm = figure.axes
+    assert lines_at(cold, 1) and lines_at(warm, 1)
+    drawn = {panel: {container.get_label(): container for container in panel.containers} for panel in (cold, warm)}
+    assert list(drawn[cold]) == ["schedule R(n), K = 4 (KL 0 to 0.08 nats)",
+                                 "schedule R(n), K = 16 (KL 0.0081 to 0.08 nats)",
+                                 "published, K = 4 (14B model, other machine)",
+                                 "published, K = 16 (14B model, other machine)"]
+    # The engine's shift is slower than head-4 and further from prefill.
+    assert [label.split(" (")[0] for label in drawn[warm]][2:] == ["head-10%", "head-4", "none", "group-cache"]
+    assert sorted(legend_of(figure)) == sorted({**drawn[cold], **drawn[warm]})
+    published, _, (bars,) = drawn[cold]["published, K = 4 (14B model, other machine)"]
+    assert list(published.get_ydata()) == [1.63, 1.24, 0.98, 1.00] and published.get_markerfacecolor() == "white"
+    assert [(low[1], high[1]) for low, high in bars.get_segments()] == [
+        pytest.approx(ci) for ci in ((1.62, 1.67), (1.23, 1.25), (0.97, 1.00), (0.99, 1.00))]
+
+
+def test_figure_4_of_one_protocol_has_one_panel():
+    made = repair_artifacts.ttft()
+    made["rows"] = [row for row in made["rows"] if row["protocol"] == "warm"]
+    figure = figures.figure4(made, PUBLISHED)
+    assert len(figure.axes) == 1 and not any("published" in label for label in legend_of(figure))
+
+
+def test_the_frontier_has_a_panel_per_depth_with_floor_bar_and_front():
+    made = repair_artifacts.frontier()
+    figure = figures.frontier(made)
+    assert [panel.get_title("left") for panel in figure.axes] == [f"{n} tokens of context"
+                                                                  for n in (256, 512, 1024, 2048)]
+    for panel in figure.axes:
+        (floor,), (bar,) = lines_at(panel, 0.0015), lines_at(panel, 0.02)
+        assert (floor.get_linestyle(), bar.get_linestyle()) == (":", "--")
+        front, = (line for line in panel.lines if line.get_drawstyle() == "steps-pre")
+        assert list(front.get_xdata()) == sorted(front.get_xdata())
+        assert list(front.get_ydata()) == sorted(front.get_ydata()) and front.get_ydata()[0] == 0
+        low, high = panel.get_ylim()
+        assert low < 0 and high > max(row["dkl_nats"]["ci_high"] or 0 for row in made["rows"])
+
+
+def test_the_frontier_leaves_oracle_and_other_probe_out_of_the_front():
+    rows = [repair_artifacts.repair_row("head", 10.0, 256, 0.01, 4.0),
+            repair_artifacts.repair_row("oracle", 10.0, 256, 0.001, 9.0),
+            repair_artifacts.repair_row("none", 0.0, 256, 0.0001, 9.0, probe="block_end")]
+    figure = figures.frontier(repair_artifacts.artifact("repair_frontier", rows))
+    panel, = figure.axes
+    assert panel.get_yscale() == "log" and panel.get_ylim() == pytest.approx((0.0005 / 2, 0.02 * 2)), "no zero to show"
+    front, = (line for line in panel.lines if line.get_drawstyle() == "steps-pre")
+    assert list(front.get_xdata()) == [4.0]
+    assert [text.get_text() for text in panel.texts] == ["10", "10"], "each point has its share"
+    assert [name for name in legend_of(figure) if name in figures.FAMILY_STYLES or "oracle" in name] == [
+        "head", "oracle (control: knows the answer)"]
+
+
+def test_families_are_told_apart_by_marker_and_origins_by_fill():
+    markers = [style["marker"] for style in figures.FAMILY_STYLES.values()]
+    assert len(set(markers)) == len(markers) and len(set(figures.FILLS)) == len(figures.FILLS)
+    styles = [*figures.CURVE_STYLES, *figures.OTHER_STYLES]
+    assert len({style["marker"] for style in styles}) == len({style["linestyle"] for style in styles}) == len(styles)
+
+
+def test_shares_in_a_crowd_do_not_write_over_each_other():
+    figure = figures.frontier(repair_artifacts.frontier(depths=(256,)))
+    renderer = figure.canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
+    assert len(boxes) > 20
+    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.shrunk(0.7, 0.7).overlaps(
+        other.shrunk(0.7, 0.7))]
+
+
+def test_the_experiment_draws_all_or_nothing(tmp_path):
+    cfg = validate(compose(["profile=quick"]))
+    with pytest.raises(MissingArtifact, match="dkl_sweep.json is missing.*experiments.dkl_sweep .*profile=quick"):
+        experiment.run(cfg, tmp_path)
+    assert not list(tmp_path.iterdir())
