@@ -149,8 +149,8 @@ class Splicer:
         if ulps.max() > 1:
             layer = int(np.unravel_index(ulps.argmax(), ulps.shape)[0])
             kind = "local layer" if layer >= self._n_layers[0] else "layer"
-            raise SpliceRefused(f"RoPE: keys of {kind} {layer} of the state differ from llama.cpp's own shift by {ulps.max():.1f} ulps "
-                                "of the rotated pair; this model's rotation is not described by its metadata")
+            raise SpliceRefused(f"RoPE: keys of {kind} {layer} of the state differ from llama.cpp's own shift by "
+                                f"{ulps.max():.1f} ulps of the rotated pair; this model's rotation is not described by its metadata")
 
     def _read(self, blob: np.ndarray, n_cells: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a state, float16[n_layers, n_cells, width] each. SpliceRefused on any surprise."""
