@@ -142,7 +142,8 @@ def check_block(block: Block, model: Model) -> None:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
         raise BlockError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give integer ids [n_tokens], at least one")
     if tokens.min() < 0 or tokens.max() >= model.n_vocab:
-        raise BlockError(f"tokens hold {tokens.min()} … {tokens.max()}; give ids of this model, 0 … {model.n_vocab - 1}")
+        raise BlockError(f"tokens hold {tokens.min()} … {tokens.max()}; "
+                         f"give ids of this model, 0 … {model.n_vocab - 1}")
     if block.anchor < 0:
         raise BlockError(f"anchor is {block.anchor}; give the first token's position, 0 or more")
     for name, array, head_dim in (("k", block.k, model.head_dim_k), ("v", block.v, model.head_dim_v)):

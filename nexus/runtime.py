@@ -56,7 +56,7 @@ def log_to(path: str | os.PathLike | None) -> None:
 
 
 def _positions(blob: np.ndarray) -> list[np.ndarray]:
-    """Positions of the cells of each cache of a saved state, int32[n_cells]. RuntimeFailure where it cannot be parsed."""
+    """Positions of the cells of each cache of a saved state, int32[n_cells]. RuntimeFailure if it cannot be parsed."""
     try:
         state = native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes)
     except Exception as error:

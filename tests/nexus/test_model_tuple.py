@@ -15,7 +15,8 @@ def test_right_facts_and_absent_facts_pass(smollm2):
     check_facts(smollm2, SPEC.model_copy(update={"rope": None, "n_ctx_train": None}))
 
 
-@pytest.mark.parametrize("field, value", [("layout", "neox"), ("base", 10000.0), ("n_rot", 32), ("scaling", "yarn")])
+@pytest.mark.parametrize("field, value", [("layout", "neox"), ("base", 10000.0), ("n_rot", 32), ("scaling", "yarn"),
+                                          ("base_swa", 1e4)])
 def test_a_wrong_rope_fact_is_named_with_both_values(smollm2, field, value):
     spec = SPEC.model_copy(update={"rope": SPEC.rope.model_copy(update={field: value})})
     with pytest.raises(ModelFactsError, match=rf"model\.rope\.{field} is {value!r}.*but {getattr(SPEC.rope, field)!r}"):

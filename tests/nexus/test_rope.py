@@ -1,3 +1,6 @@
+import dataclasses
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -13,6 +16,25 @@ def test_frequencies_follow_the_definition():
     assert rope.layout == "neox" and rope.n_rot == 64 and rope.scaling == "none"
     assert rope.frequencies[0] == 1.0
     assert rope.frequencies[31] == pytest.approx(1e6 ** (-62 / 64))
+
+
+def test_local_layers_have_their_own_base_from_the_file_or_the_architecture_and_keep_it():
+    meta = meta_of(rope_freq_base="1000000.0", rope_scaling_type="linear", rope_scaling_factor="8")
+    gemma = rope_of(meta, "gemma3", 2, 256, base=5e5, freq_scale=0.5, n_swa=512)
+    assert (gemma.base, gemma.base_swa, gemma.freq_scale_swa) == (5e5, 1e4, 1.0)
+    np.testing.assert_allclose(gemma.frequencies_swa, 1e4 ** (-2 * np.arange(128) / 256))
+    assert rope_of(meta_of(rope_freq_base_swa="20000.0"), "gemma3", 2, 256, n_swa=512).base_swa == 2e4
+    other = rope_of(meta, "gemma2", 2, 256, base=5e5, freq_scale=0.5, n_swa=512)
+    assert (other.base_swa, other.freq_scale_swa) == (1e6, 0.125)
+
+
+def test_one_cache_models_keep_their_hash_and_two_cache_models_hash_both_bases():
+    plain = rope_of(meta_of(rope_freq_base="1000000.0"), "qwen2", 2, 64)
+    digest = hashlib.sha256(plain.frequencies.tobytes()).digest()
+    assert plain.base_swa is None and plain.frequency_hash == int.from_bytes(digest[:8], "little")
+    np.testing.assert_array_equal(plain.frequencies_swa, plain.frequencies)
+    hashes = {dataclasses.replace(plain, base_swa=base).frequency_hash for base in (None, 1e4, 2e4, 1e6)}
+    assert len(hashes) == 4
 
 
 def test_linear_scaling_from_the_file_and_from_the_context():

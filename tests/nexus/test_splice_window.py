@@ -5,14 +5,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.toy_gemma2 import N_LAYER, WINDOW, write_toy_gemma2
+from toy_gemma2 import N_LAYER, WINDOW, write_toy_gemma2
 
 from nexus.blocks import Block, BlockError, BlockFile, block_split, compile_blocks, read_cells, write_block
 from nexus.config import compose, validate
 from nexus.fidelity import divergence
 from nexus.model_tuple import ModelFactsError, check_facts
 from nexus.runtime import ContextOptions, Model, Runtime, RuntimeFailure
-from nexus.splice import SpliceRefused, Splicer, memory_refusal, pair_ulps
+from nexus.splice import SpliceRefused, Splicer, _without_seq, memory_refusal, pair_ulps
 
 pytestmark = pytest.mark.integration
 CONTEXT, WORK, OTHER = 0, 1, 2
@@ -114,7 +114,7 @@ def test_local_cells_that_llama_cpp_gave_away_are_missed_only_by_a_sequence_cut_
         runtime.decode(tokens, 0, WORK)
         runtime.seq_rm(CONTEXT)
         runtime.decode(tokens[:60], 0, OTHER)
-        assert runtime.pos_min(WORK) == 40, "the local layers of WORK kept their first 40 cells: this test tests nothing"
+        assert runtime.pos_min(WORK) == 40, "WORK kept its first 40 local cells: this test tests nothing"
         with pytest.raises(BlockError, match="caches hold"):
             read_cells(runtime, WORK, 30, 44)
         runtime.decode(tokens[:1], 100, WORK)
@@ -123,6 +123,33 @@ def test_local_cells_that_llama_cpp_gave_away_are_missed_only_by_a_sequence_cut_
         runtime.seq_rm(WORK, 48)
         with pytest.raises(RuntimeFailure, match="8 cells of its sliding window.*decode it from its start"):
             runtime.decode(tokens[:1], 48, WORK)
+
+
+def test_load_puts_into_the_scratch_sequence_what_place_puts_into_a_live_one(bench):
+    runtime, splicer, resident = bench.runtime, bench.splicer, bench.splicer.hold(bench.short)
+    runtime.clear()
+    splicer.place(resident, 300, WORK)
+    placed = runtime.state_get(WORK)
+    runtime.clear()
+    resident.native.load(runtime.context, 300, runtime.scratch_seq, True)
+    loaded = runtime.state_get(runtime.scratch_seq)
+    assert runtime.pos_max(WORK) == -1
+    assert (runtime.pos_min(runtime.scratch_seq), runtime.pos_max(runtime.scratch_seq)) == (300, 339)
+    assert _without_seq(placed).tobytes() == _without_seq(loaded).tobytes()
+    runtime.clear()
+    for block in (*[bench.long] * 3, *[bench.short] * 5):
+        splicer.place(splicer.hold(block), runtime.pos_max(OTHER) + 1, OTHER)
+    assert 0 <= runtime.options.n_ctx - runtime.pos_max(OTHER) < len(bench.short.tokens)
+    with pytest.raises(Exception, match="no room for a block of 40 tokens"):
+        resident.native.load(runtime.context, 300, runtime.scratch_seq, True)
+    assert runtime.pos_max(runtime.scratch_seq) == -1
+
+
+def test_a_window_without_a_second_cache_is_refused(smollm2, monkeypatch):
+    monkeypatch.setattr(smollm2, "n_swa", 512)
+    with Runtime(smollm2, ContextOptions(n_ctx=256, n_seq_max=3)) as runtime:
+        with pytest.raises(SpliceRefused, match="holds 1 caches"):
+            Splicer(runtime)
 
 
 def test_a_block_file_holds_both_caches_layers(bench, tmp_path):
