@@ -16,7 +16,7 @@ from nexus import artifact, provenance
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
+from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
 from nexus.progress import progress
 from nexus.repair import arm_of
 from nexus.repair_policy import Candidate, Choice, calibrate
@@ -90,7 +90,7 @@ def run(cfg: Config, out: Path) -> Path:
     choices = {choice.n_past: choice
                for choice in calibrate(candidates_of(usable(calibration, behind)), epsilon, cfg.seed, level)}
     held_out = HeldOut(cfg, choices)
-    inputs = cell_inputs(NAME, cfg, held_out.model.sha256)
+    inputs = timed_cell_inputs(NAME, cfg, held_out.model.sha256)
     cells = [Cell({**inputs, "n_past": n_past, "case": case.id, "arm": choice.arm},
                   weight=len(held_out.bench.blocks[case.id]) * (1 + n_past / 4000), label=f"depth {n_past}, {case.tool}")
              for n_past, choice in choices.items() for case in held_out.bench.cases]

@@ -29,7 +29,7 @@ from nexus import artifact, provenance
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
+from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
 from nexus.progress import progress
 from nexus.prompt import conversation_tokens
 from nexus.repair import Arm, arm_of
@@ -185,7 +185,7 @@ class Ttft:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/deep_splice_ttft.json`; trials measured earlier are not measured again."""
     ttft = Ttft(cfg)
-    section, inputs = cfg.deep_splice_ttft, cell_inputs(NAME, cfg, ttft.model.sha256)
+    section, inputs = cfg.deep_splice_ttft, timed_cell_inputs(NAME, cfg, ttft.model.sha256)
     cells = [Cell({**inputs, "protocol": protocol, "n_past": n_past, "trial": trial},
                   weight=(n_past + 250) * (len(section.curves) + 3) if protocol == "cold" else 1500 + 2 * n_past,
                   label=f"{protocol}, depth {n_past}, trial {trial}")

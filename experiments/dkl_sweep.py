@@ -154,8 +154,8 @@ def run(cfg: Config, out: Path) -> Path:
                    rows=rows, samples=samples,
                    provenance=provenance.collect(isa=sweep.splicer.isa, threads=cfg.runtime.n_threads))
     write_metrics(out, NAME, {
-        f"{row['arm']}.{row['probe']}.{row['offset']}": {"dkl_nats": row["dkl_nats"].value, "top1": row["top1"].value}
-        for row in rows
+        f"{row['arm']}.{row['probe']}.{row['offset']}": {"dkl_nats": row["dkl_nats"].value}
+        for row in rows if row["probe"] == "query"
     })
     return path
 

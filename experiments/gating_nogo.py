@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.compiled import compiled_blocks
-from nexus import artifact, native, provenance, stats
-from nexus.blocks import block_split
+from nexus import artifact, provenance, stats
+from nexus.blocks import block_split, read_cells
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.drift import PAPER, PREDICTORS, Known, heads, key_drift, spearman, unrotated
@@ -21,13 +21,12 @@ from nexus.model_tuple import context_options, open_model, tuple_of
 from nexus.pipeline import cell_inputs, experiment_main, write_metrics
 from nexus.progress import progress
 from nexus.prompt import block_tokens, conversation_tokens, system_tokens
-from nexus.runtime import Runtime, RuntimeFailure
+from nexus.runtime import Runtime
 from nexus.splice import Splicer
 from nexus.workload import load_conversation, load_workload, select
 
 NAME = "gating_nogo"
 CONTEXT, WORK = 0, 1
-CELL_BYTES = 12
 METRICS = ("max_drift", "mean_drift", "spearman_rho")
 
 
@@ -60,7 +59,7 @@ class Study:
         self.runtime.clear()
         self.runtime.decode(np.concatenate([self.system, conversation]), 0, CONTEXT, split=(len(self.system),))
         self.position = len(self.system) + n_past
-        self.context_keys, self.context_values = self.saved(CONTEXT, 0, self.position)
+        self.context_keys, self.context_values = read_cells(self.runtime, CONTEXT, 0, self.position)
         self.context_unrotated = self.without_rope(self.context_keys, 0)
         self.entered = n_past, context
 
@@ -70,11 +69,9 @@ class Study:
         runtime.seq_cp(CONTEXT, WORK)
         try:
             runtime.decode(block, begin, WORK, split=block_split(len(block)))
-            runtime.seq_cp(WORK, runtime.scratch_seq, begin, begin + len(block))
-            return self.saved(runtime.scratch_seq, begin, len(block))[0]
+            return read_cells(runtime, WORK, begin, begin + len(block))[0]
         finally:
             runtime.seq_rm(WORK)
-            runtime.seq_rm(runtime.scratch_seq)
 
     def spliced_keys(self, case_id: str) -> np.ndarray:
         """The compiled block's keys, re-anchored behind the context: what a splice would put there."""
@@ -107,22 +104,9 @@ class Study:
                  "spearman_rho": spearman(predictor(known), drift)}
                 for name, predictor in PREDICTORS.items()]
 
-    def saved(self, seq: int, begin: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a sequence that holds positions begin … begin+n_tokens−1, in that order."""
-        blob = self.runtime.state_get(seq)
-        keys, values = self.splicer.read(blob, n_tokens)
-        for cache in native.kernels().parse_kv_state(blob.ctypes.data, blob.nbytes).caches:
-            # A state lists its cells as they lie in memory, which need not be the order of positions.
-            cells = blob[cache.cells_offset:][:CELL_BYTES * n_tokens].reshape(n_tokens, CELL_BYTES)
-            positions = np.ascontiguousarray(cells[:, :4]).view(np.int32).ravel()
-            if not np.array_equal(positions, np.arange(begin, begin + n_tokens)):
-                raise RuntimeFailure(f"the saved state of sequence {seq} holds positions {positions.min()} … "
-                                     f"{positions.max()}, not {begin} … {begin + n_tokens - 1} in order")
-        return keys, values
-
     def without_rope(self, keys: np.ndarray, begin: int) -> np.ndarray:
-        rope = self.runtime.rope
-        return unrotated(keys, begin + np.arange(keys.shape[1]), self.model.n_head_kv, rope.layout, rope.frequencies)
+        return unrotated(keys, begin + np.arange(keys.shape[1]), self.model.n_head_kv, self.runtime.rope.layout,
+                         self.splicer.layer_frequencies)
 
 
 def summarise(cfg: Config, samples: list[dict]) -> list[dict]:

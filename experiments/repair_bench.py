@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.compiled import compiled_blocks
-from nexus.blocks import block_split
+from nexus.blocks import block_split, read_cells
 from nexus.config import ROOT, Config
 from nexus.ensemble import left_contexts, load_preambles
 from nexus.fidelity import divergence
@@ -93,7 +93,7 @@ class RepairBench:
 
         V is float16[n_layers, n_tokens, width] of the block's cells.
         """
-        runtime, block, scratch = self.runtime, self.blocks[case_id], self.runtime.scratch_seq
+        runtime, block = self.runtime, self.blocks[case_id]
         end = self.position + len(block)
         runtime.seq_cp(CONTEXT, WORK)
         try:
@@ -101,11 +101,9 @@ class RepairBench:
             block_end = runtime.decode(block, self.position, WORK, logits=True, split=block_split(len(block)))
             query = runtime.decode(self.queries[case_id], end, WORK, logits=True)
             ttft_ms = (time.perf_counter() - start) * 1e3
-            runtime.seq_cp(WORK, scratch, self.position, end)
-            values = self.splicer.read(runtime.state_get(scratch), len(block))[1]
+            values = read_cells(runtime, WORK, self.position, end)[1]
         finally:
             runtime.seq_rm(WORK)
-            runtime.seq_rm(scratch)
         return Reading({"query": query, "block_end": block_end}, ttft_ms, len(block)), values
 
     def prefilled(self, case_id: str, cold: bool = False) -> Reading:

@@ -17,7 +17,7 @@ from nexus import artifact, provenance
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
+from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
 from nexus.progress import progress
 from nexus.repair import arm_of
 from nexus.workload import load_workload
@@ -82,7 +82,7 @@ class Frontier:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/repair_frontier.json`; cells measured earlier are not measured again."""
     frontier = Frontier(cfg)
-    inputs = cell_inputs(NAME, cfg, frontier.model.sha256)
+    inputs = timed_cell_inputs(NAME, cfg, frontier.model.sha256)
     blocks = frontier.bench.blocks
     cells = [Cell({**inputs, "n_past": n_past, "case": case.id}, weight=len(blocks[case.id]) * (1 + n_past / 4000),
                   label=f"depth {n_past}, {case.tool}")

@@ -25,7 +25,7 @@ from nexus import artifact, native, provenance
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
+from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
 from nexus.progress import progress
 from nexus.repair import Place, arm_of, place_repaired, runs_of
 from nexus.workload import load_workload
@@ -164,7 +164,7 @@ class Gate:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/rope_boundary_gate.json`."""
     gate = Gate(cfg)
-    inputs = cell_inputs(NAME, cfg, gate.model.sha256)
+    inputs = timed_cell_inputs(NAME, cfg, gate.model.sha256)
     cells = [Cell({**inputs, "n_past": n_past, "case": case.id}, weight=len(gate.bench.blocks[case.id]),
                   label=f"depth {n_past}, {case.tool}")
              for n_past in cfg.rope_boundary_gate.n_past for case in gate.bench.cases]

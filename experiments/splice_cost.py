@@ -18,7 +18,7 @@ from nexus.blocks import Block, compile_blocks
 from nexus.cells import Cell, CellStore, run_cells
 from nexus.config import ROOT, Config
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
+from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
 from nexus.progress import progress
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
@@ -170,7 +170,7 @@ def summarise(cfg: Config, per_cell: list[list[dict]]) -> list[dict]:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/splice_cost.json`; cells measured earlier are not measured again."""
     bench, sizes = Bench(cfg), cfg.splice_cost
-    inputs = cell_inputs(NAME, cfg, bench.model.sha256) | {"cpu": provenance.collect()["cpu"]}
+    inputs = timed_cell_inputs(NAME, cfg, bench.model.sha256)
     cells = [
         Cell({**inputs, "n_tokens": n_tokens, "n_ctx": n_ctx, "v_layout": v_layout, "cells": free},
              # Prefills and shifts dominate; both are left out where cells are fragmented.
@@ -189,7 +189,7 @@ def run(cfg: Config, out: Path) -> Path:
         f"{row['v_layout']}.{row['cells']}.{row['n_ctx']}.{row['n_tokens']}": {
             name: row[name].value for name in ("total_us", "total_per_memcpy", "engine_shift_per_total") if row[name]
         }
-        for row in rows
+        for row in rows if row["cells"] == "contiguous"
     })
     return path
 

@@ -93,7 +93,7 @@ def compile_blocks(runtime: Runtime, left: np.ndarray, token_lists: Sequence[np.
 def read_cells(runtime: Runtime, seq: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """(k, v) of positions begin … end−1 of a sequence as in `Block`: float16[n_layers, end−begin, width] each.
 
-    Uses the scratch sequence, which must be empty. Raises BlockError where these positions do not lie there in order,
+    Uses the scratch sequence, which must be empty. Raises BlockError where these positions do not lie there,
     one cell each in every layer.
     """
     model, copy = runtime.model, runtime.scratch_seq
@@ -111,10 +111,12 @@ def read_cells(runtime: Runtime, seq: int, begin: int, end: int) -> tuple[np.nda
         k = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_k), dtype=np.float16)
         v = np.empty((model.n_layer, last - first, model.n_head_kv * model.head_dim_v), dtype=np.float16)
         positions = read_block(blob, k, v)
-        if not np.array_equal(positions, np.arange(first, last)):
+        # llama.cpp saves cells as they lie in memory, which need not be the order of positions.
+        order = np.argsort(positions)
+        if not np.array_equal(positions[order], np.arange(first, last)):
             raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
-                             f"not {first} … {last - 1} in order")
-        pieces.append((k, v))
+                             f"not each of {first} … {last - 1} once")
+        pieces.append((k[:, order], v[:, order]))
     k, v = (np.concatenate(parts, axis=1) for parts in zip(*pieces))
     return k, v
 

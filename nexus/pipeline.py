@@ -24,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from nexus import provenance
 from nexus.canonical import write_atomically
 from nexus.config import CONF, ROOT, Config, ConfigError, as_config_error, from_hydra, load_params
 from nexus.locks import exclusive
@@ -150,6 +151,11 @@ def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
         "texts": _texts(cfg),
         "code": sampling_sha256(f"experiments.{name}"),
     }
+
+
+def timed_cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
+    """`cell_inputs` of an experiment that takes times: a time belongs to the machine, too."""
+    return cell_inputs(name, cfg, model_sha256) | {"cpu": provenance.collect()["cpu"]}
 
 
 def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nexus.blocks import block_split
-from nexus.native import describe
-from nexus.runtime import Runtime, RuntimeFailure
+from nexus.blocks import block_split, read_cells
+from nexus.runtime import Runtime
 from nexus.splice import Resident, Splicer, SpliceRefused
 
 # V of layer 0 depends on the token alone; layer 1 is the first that has seen the left context.
@@ -162,18 +161,15 @@ def early_values(place: Place, layer: int) -> np.ndarray:
     if runtime.model.n_swa:
         raise RepairError("arm blend: not available for sliding-window models; use head")
     probe = free_sequences(runtime, place.seq)[0]
-    end = place.position + len(place.tokens)
     runtime.seq_cp(place.seq, probe)
     runtime.context.stop_after(f"kqv_out-{layer}")
     try:
         runtime.decode(place.tokens, place.position, probe)
-        runtime.seq_cp(probe, runtime.scratch_seq, place.position, end)
-        blob = runtime.state_get(runtime.scratch_seq)
+        values = read_cells(runtime, probe, place.position, place.position + len(place.tokens))[1]
     finally:
         runtime.context.stop_after("")
         runtime.seq_rm(probe)
-        runtime.seq_rm(runtime.scratch_seq)
-    return place.splicer.read(blob, len(place.tokens))[1][layer].astype(np.float32)
+    return values[layer].astype(np.float32)
 
 
 def free_sequences(runtime: Runtime, *taken: int) -> list[int]:
@@ -223,6 +219,10 @@ def place_repaired(place: Place, indices: Sequence[int], then: np.ndarray | None
             cursor = runs.pop(0)[1]
             runtime.decode(place.tokens[:cursor], position, seq)
         tail = runs.pop()[0] if runs and runs[-1][1] == n else n
+        if runs and 0 < runtime.model.n_swa < n:
+            # llama.cpp may give away local cells that only the scratch sequence holds once something is decoded.
+            raise RepairError(f"scattered repair of {n} tokens: the model's window is {runtime.model.n_swa}; use head, "
+                              "suffix or full")
         if cursor == 0 and not runs and tail == n:
             splicer.place(place.resident, position, seq)
         else:

@@ -163,6 +163,11 @@ class Splicer:
             raise SpliceRefused(f"state format: {error}") from None
         return keys, values
 
+    @property
+    def layer_frequencies(self) -> np.ndarray:
+        """θᵢ of every layer in state order, radians per position, float64[n_layers, n_rot/2]."""
+        return np.repeat(self._frequencies[:len(self._n_layers)], self._n_layers, axis=0)
+
     def hold(self, block: Block | BlockFile) -> Resident:
         """The block in this context's layout, ready to be placed. It is checked against the model first.
 

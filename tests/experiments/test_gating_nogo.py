@@ -10,7 +10,7 @@ from experiments import compiled, gating_nogo
 from nexus import artifact, cells, config
 from nexus.drift import PAPER, PREDICTORS, heads
 from nexus.prompt import conversation_tokens
-from nexus.runtime import Runtime, RuntimeFailure
+from nexus.runtime import Runtime
 
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "gating_nogo.n_past=[64]", "gating_nogo.n_cases=2"]
@@ -115,13 +115,6 @@ def test_unrotated_layer_0_keys_of_one_token_are_equal_wherever_it_stands(study)
             assert np.abs(rotated[places] - rotated[places[0]]).max() > 0.1 * largest
             seen += 1
     assert seen >= 5
-
-
-@pytest.mark.integration
-def test_a_state_with_other_positions_is_refused(study):
-    study.enter(64, "on")
-    with pytest.raises(RuntimeFailure, match=f"holds positions 0 … {study.position - 1}, not 5 … "):
-        study.saved(gating_nogo.CONTEXT, 5, study.position)
 
 
 @pytest.mark.integration
