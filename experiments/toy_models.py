@@ -100,9 +100,11 @@ def write_toy_mamba(path: Path, seed: int = 0) -> Path:
                              ("ssm_conv1d.weight", MAMBA_INNER, MAMBA_CONV), ("ssm_conv1d.bias", MAMBA_INNER),
                              ("ssm_x.weight", MAMBA_RANK + 2 * MAMBA_STATE, MAMBA_INNER),
                              ("ssm_dt.weight", MAMBA_INNER, MAMBA_RANK), ("ssm_dt.bias", MAMBA_INNER),
-                             ("ssm_a", MAMBA_INNER, MAMBA_STATE), ("ssm_d", MAMBA_INNER),
-                             ("ssm_out.weight", WIDTH, MAMBA_INNER)):
+                             ("ssm_d", MAMBA_INNER), ("ssm_out.weight", WIDTH, MAMBA_INNER)):
             toy.add(f"blk.{layer}.{name}", *shape)
+        # State is scaled by exp(a·Δ) per token, so that a positive entry would let it grow without bound.
+        decay = -toy.rng.uniform(0.5, 1.5, (MAMBA_INNER, MAMBA_STATE))
+        toy.writer.add_tensor(f"blk.{layer}.ssm_a", decay.astype(np.float32))
     toy.write()
     return path
 

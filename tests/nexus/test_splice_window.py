@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toy_gemma2 import N_LAYER, WINDOW, write_toy_gemma2
 
+from experiments.toy_models import GEMMA2_LAYERS, GEMMA2_WINDOW, write_toy_gemma2
 from nexus.blocks import Block, BlockError, BlockFile, block_split, compile_blocks, read_cells, write_block
 from nexus.config import compose, validate
 from nexus.fidelity import divergence
@@ -198,7 +198,7 @@ def test_soft_capped_toy_is_bit_identical_at_the_anchor(toy, layout):
     """A block of several windows and one of less than a window, with flash attention on and off."""
     bench = bench_of(toy, LAYOUTS[layout], 11, 75, 9, 512)
     try:
-        assert toy.n_swa == WINDOW and bench.long.k.shape[0] == N_LAYER
+        assert toy.n_swa == GEMMA2_WINDOW and bench.long.k.shape[0] == GEMMA2_LAYERS
         query = ids(toy, 4, 7)
         for block in (bench.long, bench.short):
             expected = bench.logits(block, query, splice=False)
