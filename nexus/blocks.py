@@ -116,7 +116,7 @@ def read_cells(runtime: Runtime, seq: int, begin: int, end: int) -> tuple[np.nda
         if not np.array_equal(positions[order], np.arange(first, last)):
             raise BlockError(f"the saved state holds positions {positions.min()} … {positions.max()}, "
                              f"not each of {first} … {last - 1} once")
-        pieces.append((k[:, order], v[:, order]))
+        pieces.append((np.take(k, order, axis=1), np.take(v, order, axis=1)))
     k, v = (np.concatenate(parts, axis=1) for parts in zip(*pieces))
     return k, v
 
