@@ -1,12 +1,13 @@
 """The calibrated policy, tested on other tools, another conversation and other queries than it was calibrated on.
 
-Calibration reads the samples of `repair_frontier` (probe `query`, blocks compiled behind `repair.compiled_behind`, the
-oracle left out): per depth the cheapest arm whose one-sided upper bound on the mean divergence is at most ε, else
-`full`. The test measures that arm on the held-out workload, behind the off-topic conversation. A violation is a
+Calibration reads the samples of `repair_frontier` (probe `query`, blocks compiled behind any of
+`repair.compiled_behind`, the oracle left out): per depth the cheapest arm whose one-sided upper bound on the mean
+divergence is at most ε, else `full`. The test measures that arm on the held-out workload, behind the off-topic conversation. A violation is a
 held-out case above ε.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import rows
@@ -27,35 +28,38 @@ FRONTIER = "repair_frontier.json"
 NOT_A_METHOD = ("oracle", "noise_floor", "full")
 
 
-def usable(samples: list[dict], behind: str) -> list[dict]:
+def usable(samples: list[dict], behind: Sequence[str]) -> list[dict]:
     """The frontier's samples that calibration may use."""
-    return [sample for sample in samples if sample["probe"] == "query" and sample["compiled_behind"] == behind
+    return [sample for sample in samples if sample["probe"] == "query" and sample["compiled_behind"] in behind
             and sample["arm"] not in NOT_A_METHOD]
+
+
+def name_of(sample: dict) -> str:
+    """The name in nexus/repair.py of the arm of a frontier sample."""
+    if not sample["recompute_pct"] or sample["arm"] == "full":
+        return sample["arm"]
+    return arm_name(sample["arm"], sample["recompute_pct"])
 
 
 def candidates_of(samples: list[dict]) -> dict[int, list[Candidate]]:
     """What was measured of each arm, by depth."""
     candidates: dict[int, list[Candidate]] = {}
-    for (n_past, family, share), members in rows.grouped(samples, "n_past", "arm", "recompute_pct").items():
-        name = "none" if family == "none" else arm_name(family, share)
+    keys = ("n_past", "compiled_behind", "arm", "recompute_pct")
+    for (n_past, behind, _, _), members in rows.grouped(samples, *keys).items():
         cost = sum(map(rows.decoded_share, members)) / len(members)
-        candidates.setdefault(n_past, []).append(Candidate(name, cost, tuple(s["dkl_nats"] for s in members)))
+        found = Candidate(name_of(members[0]), behind, cost, tuple(sample["dkl_nats"] for sample in members))
+        candidates.setdefault(n_past, []).append(found)
     return candidates
 
 
-def chosen_samples(samples: list[dict], choice: Choice, behind: str) -> list[dict]:
+def chosen_samples(samples: list[dict], choice: Choice) -> list[dict]:
     """The calibration samples of the chosen arm and of the prefill beside it, in the form of the test's samples."""
-    def name(sample: dict) -> str:
-        if sample["arm"] in ("none", "full", "noise_floor"):
-            return sample["arm"]
-        return arm_name(sample["arm"], sample["recompute_pct"])
-
     found = [sample for sample in samples if sample["n_past"] == choice.n_past and sample["probe"] == "query"]
-    picked = [{**s, "arm": "policy"} for s in found if name(s) == choice.arm
-              and (s["compiled_behind"] == behind or choice.arm == "full")]
-    floors = [s for s in found if s["arm"] == "noise_floor"]
-    return [{**sample, "policy_arm": choice.arm, "recompute_pct": picked[0]["recompute_pct"],
-             "compiled_behind": behind} for sample in picked + floors]
+    picked = [{**sample, "arm": "policy"} for sample in found if name_of(sample) == choice.arm
+              and (sample["compiled_behind"] == choice.compiled_behind or choice.arm == "full")]
+    floors = [sample for sample in found if sample["arm"] == "noise_floor"]
+    return [{**sample, "policy_arm": choice.arm, "compiled_behind": choice.compiled_behind}
+            for sample in picked + floors]
 
 
 class HeldOut:
@@ -66,19 +70,19 @@ class HeldOut:
         self.model = open_model(cfg.model)
         workload = load_workload(ROOT / cfg.workload.held_out_tools, ROOT / cfg.workload.held_out_queries,
                                  ROOT / cfg.workload.off_topic)
-        self.behind = cfg.repair.compiled_behind
-        self.bench = RepairBench(cfg, self.model, workload, cfg.calibrated_repair.n_cases, [self.behind])
+        behind = sorted({choice.compiled_behind for choice in choices.values()})
+        self.bench = RepairBench(cfg, self.model, workload, cfg.calibrated_repair.n_cases, behind)
 
     def measure(self, cell: Cell) -> list[dict]:
         """Samples of one (depth, case): the policy's arm and the noise floor, two probes each."""
         bench, case_id = self.bench, cell.inputs["case"]
         bench.enter(cell.inputs["n_past"])
-        arm = arm_of(cell.inputs["arm"])
+        arm, behind = arm_of(cell.inputs["arm"]), cell.inputs["behind"]
         reference, _ = bench.reference(case_id)
-        keys = {"policy_arm": arm.name, "compiled_behind": self.behind,
-                "recompute_pct": sum(amount for _, amount, _ in arm.parts)}
+        keys = {"policy_arm": arm.name, "compiled_behind": behind,
+                "probe_tokens": arm.probe_tokens(len(bench.blocks[case_id]), self.model.n_layer)}
         floor = bench.prefilled(case_id)
-        policy = bench.repaired(case_id, self.behind, arm)
+        policy = bench.repaired(case_id, behind, arm)
         return [*bench.samples(case_id, reference, policy, arm="policy", **keys),
                 *bench.samples(case_id, reference, floor, arm="noise_floor", **keys)]
 
@@ -91,13 +95,14 @@ def run(cfg: Config, out: Path) -> Path:
                for choice in calibrate(candidates_of(usable(calibration, behind)), epsilon, cfg.seed, level)}
     held_out = HeldOut(cfg, choices)
     inputs = timed_cell_inputs(NAME, cfg, held_out.model.sha256)
-    cells = [Cell({**inputs, "n_past": n_past, "case": case.id, "arm": choice.arm},
+    cells = [Cell({**inputs, "n_past": n_past, "case": case.id, "arm": choice.arm,
+                   "behind": choice.compiled_behind},
                   weight=len(held_out.bench.blocks[case.id]) * (1 + n_past / 4000), label=f"depth {n_past}, {case.tool}")
              for n_past, choice in choices.items() for case in held_out.bench.cases]
     per_cell = run_cells(cells, held_out.measure, store=CellStore(), progress=progress, anew=cfg.force,
                          description="calibrated repair, held-out cases")
     test = [sample for cell in per_cell for sample in cell]
-    known = [sample for choice in choices.values() for sample in chosen_samples(calibration, choice, behind)]
+    known = [sample for choice in choices.values() for sample in chosen_samples(calibration, choice)]
     table = rows.calibrated_repair(known, test, cfg.seed, level, epsilon)
     path = out / f"{NAME}.json"
     artifact.write(path, experiment=NAME, tuple_=tuple_of(held_out.model, cfg.model), config=cfg.resolved(NAME),

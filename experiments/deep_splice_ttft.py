@@ -5,7 +5,7 @@ warm   the context is resident, as in an agent: block and query only
 
 Per trial, prefill and every arm run once, in an order shuffled by a seed; the first trial of a depth is preceded by one
 that is thrown away. Arms: `suffix-R(n)` for each curve (compiled behind the system prompt, as published), the arms of
-the configuration (compiled behind `repair.compiled_behind`), and what a server could do instead:
+the configuration (compiled behind the first of `repair.compiled_behind`), and what a server could do instead:
 
 prefix-reuse          the context is found in a prefix cache, block and query are prefilled (cold only: warm, it is
                       what every arm is compared with)
@@ -51,7 +51,7 @@ class Ttft:
         workload = load_workload(ROOT / cfg.workload.tools, ROOT / cfg.workload.queries,
                                  ROOT / cfg.workload.conversation)
         trials = max(self.section.trials_warm, self.section.trials_cold)
-        self.behind = cfg.repair.compiled_behind
+        self.behind = cfg.repair.compiled_behind[0]
         self.bench = RepairBench(cfg, self.model, workload, min(trials, len(workload.cases)),
                                  dict.fromkeys([CURVE_BEHIND, self.behind]))
         self.warmed: tuple[str, int] | None = None
@@ -79,6 +79,11 @@ class Ttft:
         names = list(calls)
         order = np.random.default_rng([self.cfg.seed, n_past, trial]).permutation(len(names))
         readings = {names[i]: calls[names[i]][2]() for i in order}
+        if protocol == "warm" and trial < self.section.trials_cold:
+            # These decode the whole conversation, hence as often as cold trials do.
+            for name, reading in zip(("group-cache-rebuilt", "group-cache"), self.group_cache(case_id)):
+                calls[name, None] = ("nothing", None, None)
+                readings[name, None] = reading
         if protocol == "cold":
             reference = readings[PREFILL, None]
         samples = []
@@ -105,8 +110,6 @@ class Ttft:
         calls = {(PREFILL, None): ("nothing", None, lambda: bench.prefilled(case_id))}
         calls |= self._arms(case_id, cold=False)
         calls["engine-shift", None] = (self.behind, arm_of("none"), lambda: self.engine_shift(case_id))
-        for name, rebuilt in (("group-cache", False), ("group-cache-rebuilt", True)):
-            calls[name, None] = ("nothing", None, lambda rebuilt=rebuilt: self.group_cache(case_id, rebuilt))
         return calls
 
     def cold(self, case_id: str) -> dict[tuple, tuple]:
@@ -152,23 +155,24 @@ class Ttft:
             runtime.seq_rm(WORK)
             runtime.seq_rm(runtime.scratch_seq)
 
-    def group_cache(self, case_id: str, rebuilt: bool) -> Reading:
-        """System prompt and tool first, the conversation behind them. Another prompt: only its time is compared."""
+    def group_cache(self, case_id: str) -> tuple[Reading, Reading]:
+        """System prompt and tool first, the conversation behind them: (rebuilt behind the prefix, all of it resident).
+
+        Another prompt, so that only its time is compared.
+        """
         bench, runtime = self.bench, self.bench.runtime
-        prefix = np.concatenate([bench.system, bench.blocks[case_id]])
+        prefix, query = np.concatenate([bench.system, bench.blocks[case_id]]), bench.queries[case_id]
         conversation = conversation_tokens(self.model, bench.conversation, bench.n_past)
-        # Prefix and conversation in a sequence of their own; where it is not timed it only has to be there.
+        end = len(prefix) + bench.n_past
         try:
             runtime.decode(prefix, 0, WORK)
             start = time.perf_counter()
-            if rebuilt:
-                query = np.concatenate([conversation, bench.queries[case_id]])
-                runtime.decode(query, len(prefix), WORK, logits=True)
-                return Reading({}, (time.perf_counter() - start) * 1e3, bench.n_past)
-            runtime.decode(conversation, len(prefix), WORK)
+            runtime.decode(np.concatenate([conversation, query]), len(prefix), WORK, logits=True)
+            rebuilt = Reading({}, (time.perf_counter() - start) * 1e3, bench.n_past)
+            runtime.seq_rm(WORK, end, -1)
             start = time.perf_counter()
-            runtime.decode(bench.queries[case_id], len(prefix) + bench.n_past, WORK, logits=True)
-            return Reading({}, (time.perf_counter() - start) * 1e3)
+            runtime.decode(query, end, WORK, logits=True)
+            return rebuilt, Reading({}, (time.perf_counter() - start) * 1e3)
         finally:
             runtime.seq_rm(WORK)
 
@@ -177,9 +181,7 @@ class Ttft:
         bench = self.bench
         bench.runtime.clear()
         bench.runtime.decode(bench.context(bench.n_past), 0, CONTEXT)
-        reading = bench.prefilled(case_id)
-        bench.runtime.clear()
-        return reading
+        return bench.prefilled(case_id)
 
 
 def run(cfg: Config, out: Path) -> Path:

@@ -31,17 +31,19 @@ def arm_name(family: str, share_pct: float) -> str:
     return "+".join(f"{part}-{share_pct / len(parts):g}{'%' if part == 'head' else ''}" for part in parts)
 
 
-def arms(cfg: Config) -> list[tuple[str, str, float, str]]:
-    """(compiled behind, family, share in percent, name in nexus/repair.py) of every arm."""
+def arms(cfg: Config) -> list[tuple[str, str, float | None, str]]:
+    """(compiled behind, family or arm, share in percent, name in nexus/repair.py) of every arm.
+
+    The share is None for an arm that counts tokens: it differs between blocks.
+    """
     section = cfg.repair_frontier
-    listed = []
+    listed: list[tuple[str, str, float | None, str]] = []
     for i, behind in enumerate(section.compiled_behind):
-        families, shares = section.lead_families, section.lead_shares_pct
-        if i == 0:
-            # The leads run behind the first, too, so that only what they were compiled behind differs.
-            families, shares = list(dict.fromkeys([*section.families, *families])), section.shares_pct
+        families, shares = (section.families, section.shares_pct) if i == 0 else (
+            section.lead_families, section.lead_shares_pct)
         listed.append((behind, "none", 0.0, "none"))
         listed += [(behind, family, share, arm_name(family, share)) for family in families for share in shares]
+        listed += [(behind, name, None, name) for name in section.arms]
     listed.append((section.compiled_behind[0], "full", 100.0, "full"))
     return listed
 

@@ -9,6 +9,7 @@ from nexus import stats
 from nexus.stats import Estimate
 
 Samples = Sequence[dict]
+# Arms of `deep_splice_ttft` that decode other tokens than block and query.
 OTHER_WORK = ("engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reuse")
 
 
@@ -61,6 +62,8 @@ def repair_frontier(samples: Samples, seed: int, level: float) -> list[dict]:
         prefills = floors[row["n_past"], row["probe"]]
         row |= latency(members, prefills, seed, level)
         row["recomputed_tokens"] = stats.mean([s["recomputed"] for s in members], seed, level)
+        if row["recompute_pct"] is None:
+            row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["block_tokens"] for s in members]))
         table.append(row)
     return table
 
@@ -83,9 +86,9 @@ def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
         row = dict(zip(keys, group))
         query = [s for s in members if s["probe"] == "query"]
         row["r_pct"] = float(np.mean([s["r_pct"] for s in query]))
-        row |= latency(query, prefills[row["n_past"], row["protocol"]], seed, level)
+        beside = {s["trial"]: s for s in prefills[row["n_past"], row["protocol"]]}
+        row |= latency(query, [beside[s["trial"]] for s in query], seed, level)
         if row["arm"] in OTHER_WORK:
-            # They decode other tokens than block and query, so that the share of these says nothing.
             row |= {"ideal_speedup": None, "latency_per_ideal": None}
         row |= {"dkl_nats": None, "top1": None, "dkl_block_end_nats": None, "top1_block_end": None}
         if "dkl_nats" in query[0]:
@@ -103,9 +106,9 @@ def calibrated_repair(calibration: Samples, test: Samples, seed: int, level: flo
     for name, samples in (("calibration", calibration), ("test", test)):
         for (n_past,), members in grouped(samples, "n_past").items():
             row = {"n_past": n_past, "set": name, "epsilon_nats": epsilon_nats}
-            row |= {key: members[0][key] for key in ("policy_arm", "recompute_pct", "compiled_behind")}
-            row["arm"] = row.pop("policy_arm")
+            row |= {"arm": members[0]["policy_arm"], "compiled_behind": members[0]["compiled_behind"]}
             chosen = [s for s in members if s["arm"] == "policy" and s["probe"] == "query"]
+            row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["block_tokens"] for s in chosen]))
             prefills = [s for s in members if s["arm"] == "noise_floor" and s["probe"] == "query"]
             above = sum(s["dkl_nats"] > epsilon_nats for s in chosen)
             row |= fidelity(chosen, seed, level) | latency(chosen, prefills, seed, level)
@@ -115,6 +118,22 @@ def calibrated_repair(calibration: Samples, test: Samples, seed: int, level: flo
             row["violation_rate"] = stats.wilson(above, len(chosen), level)
             row["noise_floor_nats"] = stats.mean([s["dkl_nats"] for s in prefills], seed, level)
             table.append(row)
+    return table
+
+
+def layouts(samples: Samples, seed: int, level: float) -> list[dict]:
+    """One row per model, V layout, setting, depth and arm: the fidelity of what was spliced, or why it was refused."""
+    keys = ("model", "v_layout", "setting", "n_past", "arm")
+    table = []
+    for group, members in grouped(samples, *keys).items():
+        refusals = [s["message"] for s in members if s["status"] == "refused"]
+        row = dict(zip(keys, group)) | {"status": "refused" if refusals else "spliced", "message": None}
+        if refusals:
+            row |= {"message": refusals[0], "dkl_nats": None, "top1": None, "bit_identical": None}
+        else:
+            identical = sum(s["bit_identical"] for s in members)
+            row |= fidelity(members, seed, level) | {"bit_identical": stats.wilson(identical, len(members), level)}
+        table.append(row)
     return table
 
 

@@ -59,6 +59,10 @@ Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
 Depths = Annotated[list[Count], NotEmpty, Ascending]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
+# nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
+# for its configuration alone.
+_PART = r"(head-\d+%?|(suffix|random|blend|oracle)-\d+(\.\d+)?)"
+ArmName = Annotated[str, StringConstraints(pattern=rf"^(none|full|{_PART}(\+{_PART})*)$")]
 # nexus/ensemble.py says what these names mean.
 Behind = Annotated[str, StringConstraints(pattern=r"^(system|preamble-[1-9]\d*|ensemble-[1-9]\d*x[1-9]\d*)$")]
 
@@ -141,8 +145,8 @@ class Repair(_Section):
     """K: the schedule recomputes everything from depth K·P on."""
     enable_deep_splice: bool
     """Whether blocks are spliced behind P at all; otherwise they are prefilled there."""
-    compiled_behind: Behind
-    """What the blocks of the calibrated policy are compiled behind."""
+    compiled_behind: Annotated[list[Behind], NotEmpty, Unique]
+    """What the calibrated policy may compile a block behind; timed arms use the first."""
     epsilon_nats: Annotated[float, Field(gt=0)]
     """The divergence that the calibrated policy keeps to, read behind the query."""
 
@@ -165,7 +169,9 @@ class RepairFrontier(_Section):
     """Shares of a block recomputed, in percent; 0 and 100 are measured always."""
     compiled_behind: Annotated[list[Behind], NotEmpty, Unique]
     """What blocks are compiled behind; every family is measured behind the first."""
-    lead_families: list[Family]
+    arms: Annotated[list[ArmName], Unique]
+    """Further arms, by their names in nexus/repair.py, measured behind each."""
+    lead_families: Annotated[list[Family], Unique]
     """The families that are measured behind the others, too."""
     lead_shares_pct: Annotated[list[Annotated[float, Field(gt=0, lt=100)]], Unique]
     """And their shares."""
@@ -183,7 +189,7 @@ class DeepSpliceTtft(_Section):
     """Depths of the context, in tokens."""
     curves: Annotated[list[Annotated[float, Field(gt=1)]], NotEmpty, Unique]
     """K of the schedules that are timed."""
-    arms: Annotated[list[Text], Unique]
+    arms: Annotated[list[ArmName], NotEmpty, Unique]
     """Other arms, timed beside the schedules."""
     trials_warm: Count
     """Interleaved trials with the context resident."""
@@ -205,7 +211,7 @@ class Layouts(_Section):
     """Other models of conf/model that the table covers."""
     n_past: Annotated[list[Annotated[int, Field(ge=0)]], NotEmpty, Ascending]
     """Depths of the context, in tokens; 0 is the identity control."""
-    arms: Annotated[list[Text], NotEmpty, Unique]
+    arms: Annotated[list[ArmName], NotEmpty, Unique]
     """What is compared with full prefill."""
     n_cases: Count
     """Tool-and-query pairs per depth."""
@@ -279,9 +285,9 @@ class Config(_Section):
                     f"{name}.n_past: {getattr(self, name).n_past[-1]} and {ROOM_TOKENS} tokens of room do not fit "
                     f"runtime.n_ctx ({runtime.n_ctx}); lower the depth or raise runtime.n_ctx"
                 )
-        if self.repair.compiled_behind not in self.repair_frontier.compiled_behind:
+        if unmeasured := set(self.repair.compiled_behind) - set(self.repair_frontier.compiled_behind):
             raise ValueError(
-                f"repair.compiled_behind: {self.repair.compiled_behind!r} is not measured; add it to "
+                f"repair.compiled_behind: {min(unmeasured)!r} is not measured; add it to "
                 "repair_frontier.compiled_behind, which the policy is calibrated on"
             )
         if 2 * costs.n_tokens[-1] > costs.n_ctx[0]:

@@ -65,6 +65,8 @@ class Candidate:
     """An arm at one depth with what was measured of it on the calibration set."""
 
     arm: str
+    compiled_behind: str
+    """What the block was compiled behind (nexus/ensemble.py)."""
     cost: float
     """Mean share of tokens decoded, to order arms by; any increasing measure of time will do."""
     dkl_nats: tuple[float, ...]
@@ -77,6 +79,7 @@ class Choice:
 
     n_past: int
     arm: str
+    compiled_behind: str
     dkl_upper_nats: float | None
     """Upper confidence bound on the mean divergence; None for `full`, which needs none."""
 
@@ -89,16 +92,20 @@ def upper_bound(dkl_nats: Sequence[float], seed: int, level: float) -> float | N
 
 def calibrate(candidates: Mapping[int, Sequence[Candidate]], epsilon_nats: float, seed: int,
               level: float = 0.95) -> list[Choice]:
-    """Per depth, ascending, the cheapest arm whose upper bound on the mean divergence is at most ε, else `full`."""
+    """Per depth, ascending, the cheapest arm whose upper bound on the mean divergence is at most ε, else `full`.
+
+    Of arms that cost the same, such as one arm on blocks compiled behind different texts, the lowest bound wins.
+    """
     choices = []
     for n_past in sorted(candidates):
-        for candidate in sorted(candidates[n_past], key=lambda c: (c.cost, c.arm)):
-            upper = upper_bound(candidate.dkl_nats, seed, level)
-            if upper is not None and upper <= epsilon_nats:
-                choices.append(Choice(n_past, candidate.arm, upper))
-                break
+        bounds = [(candidate.cost, upper_bound(candidate.dkl_nats, seed, level), candidate)
+                  for candidate in candidates[n_past]]
+        able = [bound for bound in bounds if bound[1] is not None and bound[1] <= epsilon_nats]
+        if able:
+            _, upper, candidate = min(able, key=lambda bound: (bound[0], bound[1], bound[2].arm))
+            choices.append(Choice(n_past, candidate.arm, candidate.compiled_behind, upper))
         else:
-            choices.append(Choice(n_past, "full", None))
+            choices.append(Choice(n_past, "full", candidates[n_past][0].compiled_behind, None))
     return choices
 
 
@@ -112,18 +119,23 @@ class Calibrated:
     def read(cls, path: Path | str) -> Calibrated:
         """The policy of a `calibrated_repair.json` artifact. Raises ArtifactError, FileNotFoundError."""
         rows = [row for row in artifact.read(path)["rows"] if row["set"] == "calibration"]
-        return cls(tuple(Choice(row["n_past"], row["arm"], row["dkl_upper_nats"]) for row in rows))
+        return cls(tuple(Choice(*(row[key] for key in ("n_past", "arm", "compiled_behind", "dkl_upper_nats")))
+                         for row in rows))
 
-    def arm(self, n_past: int) -> Arm:
+    def choice(self, n_past: int) -> Choice | None:
+        """What was calibrated for the next deeper measured depth; None behind the deepest."""
         if n_past < 0:
             raise RepairError(f"n_past is {n_past}; a depth is not negative")
-        depths = np.array([choice.n_past for choice in self.choices])
-        deeper = np.flatnonzero(depths >= n_past)
-        return arm_of(self.choices[deeper[np.argmin(depths[deeper])]].arm if len(deeper) else "full")
+        return min((choice for choice in self.choices if choice.n_past >= n_past), key=lambda choice: choice.n_past,
+                   default=None)
+
+    def arm(self, n_past: int) -> Arm:
+        choice = self.choice(n_past)
+        return arm_of(choice.arm if choice else "full")
 
 
-def splice_with(policy: Policy, place: Place, n_past: int, then: np.ndarray | None = None) -> tuple[np.ndarray | None,
-                                                                                                   int]:
+def splice_with(policy: Policy, place: Place, n_past: int,
+                then: np.ndarray | None = None) -> tuple[np.ndarray | None, int]:
     """(logits behind `then` or None, tokens recomputed) after the block was placed and repaired as the policy says."""
     chosen = policy.arm(n_past).select(place)
     return place_repaired(place, chosen, then), len(chosen)
