@@ -1,7 +1,7 @@
 """What decides how much of a spliced block is repaired at a depth: the published schedule, or a calibrated table.
 
-Both answer `arm(n_past)`. The calibrated policy is the default: it takes, per depth, the cheapest arm that held a
-stated divergence on a calibration set, and prefills the block where none did.
+Both answer `arm(n_past)`. The calibrated policy is the default (`default_policy`): it takes, per depth, the cheapest
+arm that held a stated divergence on a calibration set, and prefills the block where none did.
 """
 from __future__ import annotations
 
@@ -116,9 +116,17 @@ class Calibrated:
     choices: tuple[Choice, ...]
 
     @classmethod
-    def read(cls, path: Path | str) -> Calibrated:
-        """The policy of a `calibrated_repair.json` artifact. Raises ArtifactError, FileNotFoundError."""
-        rows = [row for row in artifact.read(path)["rows"] if row["set"] == "calibration"]
+    def read(cls, path: Path | str, model_sha256: str | None = None) -> Calibrated:
+        """The policy of a `calibrated_repair.json` artifact, for the model with this hash where one is given.
+
+        Raises RepairError for another model's artifact; ArtifactError, FileNotFoundError.
+        """
+        measured = artifact.read(path)
+        found = measured["tuple"]["model_sha256"]
+        if model_sha256 not in (None, found):
+            raise RepairError(f"{path}: calibrated for the model {found[:12]}, not {model_sha256[:12]}; measure "
+                              "calibrated_repair with this model")
+        rows = [row for row in measured["rows"] if row["set"] == "calibration"]
         return cls(tuple(Choice(*(row[key] for key in ("n_past", "arm", "compiled_behind", "dkl_upper_nats")))
                          for row in rows))
 
@@ -132,6 +140,14 @@ class Calibrated:
     def arm(self, n_past: int) -> Arm:
         choice = self.choice(n_past)
         return arm_of(choice.arm if choice else "full")
+
+
+def default_policy(path: Path | str, model_sha256: str) -> Calibrated:
+    """The calibrated policy of this artifact; where it was not measured, one that prefills every block."""
+    try:
+        return Calibrated.read(path, model_sha256)
+    except FileNotFoundError:
+        return Calibrated(())
 
 
 def splice_with(policy: Policy, place: Place, n_past: int,
