@@ -5,6 +5,7 @@ soft-capped attention over transposed V survives a splice. No fidelity of a real
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,9 @@ WIDTH, N_HEAD, HEAD_DIM, N_FF = 64, 2, 32, 96
 TOKENS = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
 GEMMA2_LAYERS, GEMMA2_WINDOW = 4, 16
 MAMBA_INNER, MAMBA_STATE, MAMBA_CONV, MAMBA_RANK = 2 * WIDTH, 8, 4, 4
+
+# It reports every file that it writes.
+logging.getLogger("gguf").setLevel(logging.WARNING)
 
 
 class _Toy:
