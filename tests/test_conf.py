@@ -8,6 +8,7 @@ from nexus.config import CONF, ConfigError, compose, validate
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "local")
 PROFILES = sorted(path.stem for path in (CONF / "profile").glob("*.yaml"))
 WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
+OVERLAYS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -19,11 +20,18 @@ def test_every_choice_composes(model, profile, workload):
     assert cfg.run_name == (model if profile == "full" else f"{model}.{profile}")
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_composes_into_a_models_own_folder(overlay):
+    cfg = validate(compose([f"+experiment={overlay}"]))
+    assert (cfg.profile_name, cfg.run_name) == ("full", cfg.model.name)
+
+
 def test_all_files_are_covered():
     covered = {CONF / "config.yaml"}
     covered |= {CONF / "model" / f"{name}.yaml" for name in [*MODELS, "local"]}
     covered |= {CONF / "profile" / f"{name}.yaml" for name in PROFILES}
     covered |= {CONF / "workload" / f"{name}.yaml" for name in WORKLOADS}
+    covered |= {CONF / "experiment" / f"{name}.yaml" for name in OVERLAYS}
     # Hydra's own logging choices are composed by every run above.
     assert {path for path in CONF.rglob("*.yaml") if "hydra" not in path.parts} == covered
 
@@ -53,6 +61,8 @@ def test_the_quick_profile_measures_less_and_never_owns_the_committed_folder():
     full, quick = (validate(compose([f"profile={profile}"])) for profile in ("full", "quick"))
     assert set(quick.dkl_sweep.offsets) < set(full.dkl_sweep.offsets)
     assert quick.dkl_sweep.n_cases < full.dkl_sweep.n_cases
+    for name in ("rope_boundary_gate", "repair_frontier", "deep_splice_ttft", "gating_nogo", "layouts"):
+        assert set(getattr(quick, name).n_past) < set(getattr(full, name).n_past)
     assert full.run_name == full.model.name != quick.run_name
     with pytest.raises(ConfigError, match="run_name"):
         validate(compose(["profile=quick", f"run_name={full.model.name}"]))

@@ -1,6 +1,7 @@
 """The pipeline around the experiments: what is run, what is skipped, and what is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -9,12 +10,28 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from nexus.config import CONF, ROOT, compose, load_params, params_text, validate
-from nexus.lockfile import stages
+from nexus import artifact
+from nexus.config import CONF, ROOT, Config, compose, load_params, params_text, validate
+from nexus.lockfile import Stage, stages
 from nexus.sources import sources
 from repository_copy import EXPERIMENTS, Copy, copy, measured, measured_once, pristine  # noqa: F401
 
 QWEN, SMOL = "qwen2.5-coder-0.5b", "smollm2-135m"
+MEASURING = artifact.experiments()
+
+
+def stage_of(cfg: Config, name: str) -> Stage:
+    return next(stage for stage in stages(cfg) if stage.name == f"{name}@{cfg.run_name}")
+
+
+def edges(cfg: Config) -> list[tuple[str, str]]:
+    """(stage, stage that reads its results) of a run."""
+    plan = stages(cfg)
+    return [(first.name, then.name) for first in plan for then in plan if set(first.outs) & set(then.deps)]
+
+
+def names(calls: list[str]) -> list[str]:
+    return [line.split()[0] for line in calls]
 
 
 def test_params_yaml_is_the_composition():
@@ -22,21 +39,52 @@ def test_params_yaml_is_the_composition():
     assert load_params(ROOT / "params.yaml") == validate(compose())
 
 
+def test_every_experiment_is_a_stage_and_every_measuring_stage_has_its_form():
+    files = [path for path in (ROOT / "experiments").glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")]
+    assert {path.stem for path in files} == set(EXPERIMENTS)
+    assert set(EXPERIMENTS) - set(MEASURING) == {"figures", "tables"} and set(MEASURING) < set(EXPERIMENTS)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_stage_depends_on_every_source_file_that_it_uses(name: str):
-    cfg = validate(compose())
-    stage = next(stage for stage in stages(cfg) if stage.name == f"{name}@{cfg.run_name}")
+    stage = stage_of(validate(compose()), name)
     code = {path for path in stage.deps if path.endswith((".py", ".hpp", ".h", ".schema.json"))}
     assert code == set(sources(f"experiments.{name}"))
-    data = {path for path in stage.deps if path not in code}
-    texts = set() if name == "figures" else {cfg.workload.tools, cfg.workload.queries, cfg.workload.conversation}
-    assert texts <= data
 
 
-@pytest.mark.parametrize("name", ["dkl_sweep", "splice_cost"])
+@pytest.mark.parametrize("name", MEASURING)
+def test_measuring_stage_depends_on_all_texts_of_the_workload_and_writes_artifact_samples_and_metrics(name: str):
+    cfg = validate(compose())
+    stage = stage_of(cfg, name)
+    assert set(cfg.workload.model_dump(exclude={"system_prompt"}).values()) <= set(stage.deps)
+    files = (f"{name}.json", f"{name}.samples.jsonl", f"metrics/{name}.json")
+    assert set(stage.outs) == {f"{cfg.results_folder}/{cfg.run_name}/{file}" for file in files}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_stage_depends_on_the_artifacts_that_it_reads_and_on_no_other(name: str):
+    cfg = validate(compose())
+    folder = f"{cfg.results_folder}/{cfg.run_name}/"
+    read = {f"{folder}repair_frontier.{suffix}" for suffix in ("json", "samples.jsonl")}
+    if name != "calibrated_repair":
+        source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+        read = {f"{folder}{found}.json" for found in re.findall(r'stored\(cfg, out, "(\w+)"\)', source)}
+    deps = set(stage_of(cfg, name).deps)
+    assert {path for path in deps if path.startswith(folder)} == read
+    assert bool(read) == (name in ("calibrated_repair", "figures", "tables"))
+    assert ("results/published.json" in deps) == (name in ("figures", "tables"))
+
+
+def test_layouts_depends_on_the_other_models_that_it_covers():
+    cfg = validate(compose())
+    also = {f"conf/model/{name}.yaml" for name in cfg.layouts.also}
+    assert also == {path for path in stage_of(cfg, "layouts").deps if path.startswith("conf/")}
+
+
+@pytest.mark.parametrize("name", MEASURING)
 def test_stage_depends_on_every_parameter_that_its_results_state(name: str):
     cfg = validate(compose())
-    stage = next(stage for stage in stages(cfg) if stage.name == f"{name}@{cfg.run_name}")
+    stage = stage_of(cfg, name)
     for key, value in cfg.resolved(name).items():
         if key == "model":
             assert {f"model.{part}" for part in value} <= stage.params.keys()
@@ -62,13 +110,16 @@ def test_git_ignores_every_profile_but_full(profile: str):
 
 def test_dvc_reads_the_pipeline(copy: Copy):
     dag = copy.python("dvc", "dag", "--dot").stdout
-    assert f'"dkl_sweep@{QWEN}" -> "figures@{QWEN}"' in dag
+    assert edges(validate(compose()))
+    assert all(f'"{first}" -> "{then}"' in dag for first, then in edges(validate(compose())))
     assert all(f'"{name}@{QWEN}"' in dag for name in EXPERIMENTS)
 
 
 def test_first_run_is_real_and_the_second_does_nothing(measured: Copy):
-    n_cases = validate(compose()).dkl_sweep.n_cases
-    assert measured.calls() == [f"{name} {QWEN} {n_cases} False" for name in EXPERIMENTS]
+    cfg, calls = validate(compose()), measured.calls()
+    assert sorted(calls) == sorted(f"{name} {QWEN} {cfg.dkl_sweep.n_cases} False" for name in EXPERIMENTS)
+    order = [f"{name}@{QWEN}" for name in names(calls)]
+    assert all(order.index(first) < order.index(then) for first, then in edges(cfg))
     assert "0.5000" in measured.output and f"results/{QWEN}/figures/figure1.svg" in measured.output
     start = time.monotonic()
     second = measured.python("nexus", "repro")
@@ -80,7 +131,7 @@ def test_changed_result_is_made_again(measured: Copy):
     measured.calls()
     (measured.path / f"results/{QWEN}/splice_cost.json").write_text("{}")
     assert measured.python("nexus", "repro").returncode == 0
-    assert [line.split()[0] for line in measured.calls()] == ["splice_cost"]
+    assert names(measured.calls()) == ["splice_cost"]
 
 
 def test_first_run_in_a_clean_clone_is_real_although_dvc_has_nothing_to_do(measured: Copy, tmp_path: Path):
@@ -90,7 +141,7 @@ def test_first_run_in_a_clean_clone_is_real_although_dvc_has_nothing_to_do(measu
     assert clone.python("dvc", "status").stdout.strip() == "Data and pipelines are up to date."
     assert clone.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
     assert clone.python("nexus", "repro").returncode == 0
-    assert len(clone.calls()) == 3
+    assert sorted(names(clone.calls())) == sorted(EXPERIMENTS)
 
 
 def test_other_profile_leaves_no_trace_in_git(measured: Copy):
@@ -99,7 +150,7 @@ def test_other_profile_leaves_no_trace_in_git(measured: Copy):
     committed = [(measured.path / name).read_bytes() for name in ("dvc.lock", "params.yaml")]
     quick = measured.python("nexus", "repro", "--model", SMOL, "--profile", "quick", "--force")
     assert quick.returncode == 0, quick.stderr
-    assert [line.split()[1::2] for line in measured.calls()] == [[f"{SMOL}.quick", "True"]] * 3
+    assert [line.split()[1::2] for line in measured.calls()] == [[f"{SMOL}.quick", "True"]] * len(EXPERIMENTS)
     assert measured.git("status", "--porcelain") == ""
     assert [(measured.path / name).read_bytes() for name in ("dvc.lock", "params.yaml")] == committed
     assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL, "--profile", "quick").stdout
@@ -108,7 +159,7 @@ def test_other_profile_leaves_no_trace_in_git(measured: Copy):
 def test_switching_models_and_back_skips(measured: Copy):
     measured.calls()
     assert measured.python("nexus", "repro", "--model", SMOL).returncode == 0
-    assert [line.split()[1] for line in measured.calls()] == [SMOL] * 3
+    assert [line.split()[1] for line in measured.calls()] == [SMOL] * len(EXPERIMENTS)
     assert measured.python("dvc", "repro").returncode == 0
     assert measured.calls() == []
     assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL).stdout
@@ -120,19 +171,19 @@ def test_own_file_is_measured_again_when_its_bytes_change(copy: Copy, tmp_path: 
     gguf.touch()
     done = copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick")
     assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in copy.calls()] == ["local-My-Model.quick"] * 3
+    assert [line.split()[1] for line in copy.calls()] == ["local-My-Model.quick"] * len(EXPERIMENTS)
     weights = copy.path / "nexus" / "weights.py"
     weights.write_text(weights.read_text().replace("'ab' * 32", "'cd' * 32"))
     assert "nothing to do" not in copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick").stdout
-    assert len(copy.calls()) == 3
+    assert sorted(names(copy.calls())) == sorted(EXPERIMENTS)
 
 
 def test_killed_run_goes_on(copy: Copy):
     (copy.path / "wait").touch()
     run = copy.start("nexus", "repro", "--model", SMOL)
     try:
-        deadline = time.monotonic() + 30
-        while not (copy.path / "calls.log").exists() or len((copy.path / "calls.log").read_text().splitlines()) < 2:
+        deadline, log = time.monotonic() + 200, copy.path / "calls.log"
+        while not log.exists() or "splice_cost" not in names(log.read_text().splitlines()):
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.05)
         run.kill()
@@ -162,7 +213,7 @@ def test_failed_stage_is_an_error_and_leaves_default_params(copy: Copy):
 def test_experiment_reaches_the_code_and_wrong_types_do_not(copy: Copy):
     done = copy.python("dvc", "exp", "run", "-S", f"model={SMOL}", "-S", "dkl_sweep.n_cases=5")
     assert done.returncode == 0, done.stderr
-    assert copy.calls() == [f"{name} {SMOL} 5 False" for name in EXPERIMENTS]
+    assert sorted(copy.calls()) == sorted(f"{name} {SMOL} 5 False" for name in EXPERIMENTS)
     shown = copy.python("dvc", "metrics", "show", "--json")
     assert '"dkl_nats": 0.5' in shown.stdout
     plots = copy.python("dvc", "plots", "show")
@@ -176,10 +227,10 @@ def test_experiment_reaches_the_code_and_wrong_types_do_not(copy: Copy):
 @pytest.mark.parametrize(
     "before, after, message",
     [
-        ("n_seq_max: 8", "n_seq_max: '8'", "runtime.n_seq_max: '8' is not allowed"),
-        ("n_seq_max: 8", "n_seq_max: 8.0", "runtime.n_seq_max: 8.0 is not allowed"),
-        ("flash_attention: true", "flash_attention: 1", "runtime.flash_attention: 1 is not allowed"),
-        ("n_seq_max: 8", "n_seq_max: 8\n  n_sek_max: 8", "runtime.n_sek_max: unknown key; did you mean runtime.n_seq_max?"),
+        ("n_seq_max: 64", "n_seq_max: '64'", "runtime.n_seq_max: '64' is not allowed"),
+        ("n_seq_max: 64", "n_seq_max: 64.0", "runtime.n_seq_max: 64.0 is not allowed"),
+        ("flash_attention: false", "flash_attention: 0", "runtime.flash_attention: 0 is not allowed"),
+        ("n_seq_max:", "n_sek_max: 8\n  n_seq_max:", "runtime.n_sek_max: unknown key; did you mean runtime.n_seq_max?"),
         ("seed:", "seeed:", "seed: missing"),
         ("  level: 0.95", "  level: .nan", "statistics.level: nan is not allowed"),
         ("run_name: ", "run_name: other-", "is not the run"),

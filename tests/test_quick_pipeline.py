@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from nexus import artifact
+from nexus.config import compose, validate
+from nexus.lockfile import stages
 from repository_copy import make_copy
-
-RUN = "smollm2-135m.quick"
 
 
 @pytest.mark.integration
@@ -17,16 +17,47 @@ RUN = "smollm2-135m.quick"
 def test_quick_pipeline_measures_draws_and_then_has_nothing_to_do(tmp_path: Path):
     copy = make_copy(tmp_path / "repository", real=True)
     choices = ("--model", "smollm2-135m", "--profile", "quick")
-    first = copy.python("nexus", "repro", *choices, timeout=900)
+    cfg = validate(compose(["model=smollm2-135m", "profile=quick"]))
+    first = copy.python("nexus", "repro", *choices, timeout=1500)
     assert first.returncode == 0, first.stdout + first.stderr
 
-    results = copy.path / "results" / RUN
-    sweep, cost = (artifact.read(results / f"{name}.json") for name in ("dkl_sweep", "splice_cost"))
-    identity = [row for row in sweep["rows"] if row["offset"] == 0 and row["arm"] == "bare"]
+    results = copy.path / cfg.results_folder / cfg.run_name
+    written = {name: artifact.read(results / f"{name}.json") for name in artifact.experiments()}
+    rows = {name: content["rows"] for name, content in written.items()}
+    for name, content in written.items():
+        assert content["config_sha256"] == cfg.sha256(name)
+        assert artifact.read_samples(results / f"{name}.json")
+
+    identity = [row for row in rows["dkl_sweep"] if row["offset"] == 0 and row["arm"] == "bare"]
     assert len(identity) == 2 and all(row["dkl_nats"]["value"] == 0 for row in identity)
-    assert all(row["total_us"]["value"] > 0 for row in cost["rows"])
+    assert all(row["total_us"]["value"] > 0 for row in rows["splice_cost"])
+    # A prefill, too, but of other batches than the reference.
+    for control in ("full", "noise_floor"):
+        same = [row for row in rows["repair_frontier"] if row["arm"] == control]
+        assert {row["n_past"] for row in same} == set(cfg.repair_frontier.n_past)
+        assert all(row["recompute_pct"] == 100 and row["dkl_nats"]["value"] < 0.05 for row in same)
+    faithful = [row for row in rows["rope_boundary_gate"] if row["faithful"]]
+    assert faithful and all(row["cells_per_position"]["value"] == 1 for row in faithful)
+    assert {(row["n_past"], row["set"]) for row in rows["calibrated_repair"]} == {
+        (n_past, part) for n_past in cfg.repair_frontier.n_past for part in ("calibration", "test")}
+    assert all(row["noise_floor_nats"]["value"] < 0.05 for row in rows["calibrated_repair"])
+    assert {row["protocol"] for row in rows["deep_splice_ttft"]} == {"cold", "warm"}
+    assert all(row["splice_ms"]["value"] > 0 for row in rows["deep_splice_ttft"])
+    assert {row["context"] for row in rows["gating_nogo"]} == set(cfg.gating_nogo.contexts)
+    assert all(row["mean_drift"]["value"] > 0 for row in rows["gating_nogo"])
+    anchored = [row for row in rows["layouts"] if (row["model"], row["setting"]) == (cfg.model.name, "default")
+                and row["n_past"] == 0 and row["arm"] in ("none", "noise_floor")]
+    assert {row["v_layout"] for row in anchored} == {"row", "transposed"}
+    assert all(row["dkl_nats"]["value"] < 0.05 for row in anchored)
+    assert all(row["bit_identical"]["value"] == 1 for row in anchored if row["arm"] == "none")
+
+    outs = [copy.path / out for stage in stages(cfg) for out in stage.outs]
+    assert all(path.is_file() for path in outs)
+    drawn = [path for path in outs if path.suffix in (".png", ".svg", ".md")]
+    assert {path.parent.name for path in drawn} == {"figures", "tables"}
+    assert all(path.stat().st_size > (10_000 if path.suffix == ".png" else 200) for path in drawn)
     assert "published band" in (results / "figures" / "figure1.svg").read_text()
-    assert (results / "figures" / "figure1.png").stat().st_size > 10_000
+    assert all("|---|" in path.read_text() for path in drawn if path.suffix == ".md")
     # A run that git ignores leaves nothing behind in the files that git knows.
     assert copy.git("status", "--porcelain") == ""
 

@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nexus.config import CONF, Config, ConfigError, compose, from_hydra, load_params, params_text, validate
+from nexus.config import CONF, EXPERIMENTS, ROOM_TOKENS, Config, ConfigError
+from nexus.config import compose, from_hydra, load_params, params_text, validate
+from nexus.repair import arm_of
 
 CHOICES = [
-    f"{folder.name}={file.stem}"
+    f"{'+' if folder.name == 'experiment' else ''}{folder.name}={file.stem}"
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name != "hydra"
     for file in sorted(folder.glob("*.yaml"))
 ]
 DEFAULTS = compose()
+WITH_DEPTHS = [name for name, section in DEFAULTS.items() if isinstance(section, dict) and "n_past" in section]
+WITH_ARMS = ["repair_frontier", "deep_splice_ttft", "layouts"]
 
 
 def leaves(data, prefix=()):
@@ -86,6 +90,26 @@ def test_another_profile_may_not_take_the_folder():
         ("run_name=..", "run_name: '..' is not allowed"),
         ("run_name=${nowhere}", "run_name: Interpolation key 'nowhere' not found"),
         ("seed=???", "seed: Missing mandatory value: seed"),
+        ("repair.compiled_behind=[systems]", "repair.compiled_behind.0: 'systems' is not allowed"),
+        ("repair.compiled_behind=[system,ensemble-0x256]", "repair.compiled_behind.1: 'ensemble-0x256' is not allowed"),
+        ("repair.compiled_behind=[]", "repair.compiled_behind: [] is not allowed"),
+        ("repair.compiled_behind=[preamble-8]", "repair.compiled_behind: 'preamble-8' is not measured; "
+                                                "add it to repair_frontier.compiled_behind"),
+        ("repair.epsilon_nats=0.0", "repair.epsilon_nats: 0.0 is not allowed"),
+        ("repair.recompute_full_mult=1.0", "repair.recompute_full_mult: 1.0 is not allowed"),
+        ("repair_frontier.compiled_behind=[preamble]", "repair_frontier.compiled_behind.0: 'preamble' is not allowed"),
+        ("repair_frontier.families=[tail]", "repair_frontier.families.0: 'tail' is not allowed"),
+        ("repair_frontier.lead_families=[tail]", "repair_frontier.lead_families.0: 'tail' is not allowed"),
+        ("repair_frontier.shares_pct=[100.0]", "repair_frontier.shares_pct.0: 100.0 is not allowed"),
+        ("rope_boundary_gate.recompute_pct=0.0", "rope_boundary_gate.recompute_pct: 0.0 is not allowed"),
+        ("deep_splice_ttft.curves=[1.0]", "deep_splice_ttft.curves.0: 1.0 is not allowed"),
+        ("deep_splice_ttft.trials_cold=0", "deep_splice_ttft.trials_cold: 0 is not allowed"),
+        ("gating_nogo.contexts=[near]", "gating_nogo.contexts.0: 'near' is not allowed"),
+        ("calibrated_repair.n_case=3", "calibrated_repair.n_case: unknown key; did you mean calibrated_repair.n_cases"),
+        ("layouts.also=[a/b]", "layouts.also.0: 'a/b' is not allowed"),
+        ("~workload.held_out_tools", "workload.held_out_tools: missing"),
+        ("workload.preambles=''", "workload.preambles: '' is not allowed"),
+        ("+experiment=frontier-1.5", "experiment: no choice 'frontier-1.5'; did you mean frontier-1.5b?"),
         ("profile=quik", "profile: no choice 'quik'; did you mean quick?; there are "),
         ("nonsense", "Error parsing override 'nonsense'"),
     ],
@@ -95,6 +119,29 @@ def test_refused(override: str, message: str):
         validate(compose([override]))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("section", WITH_DEPTHS)
+def test_a_depth_without_room_is_refused(section: str):
+    deepest = DEFAULTS["runtime"]["n_ctx"] - ROOM_TOKENS
+    assert validate(compose([f"{section}.n_past=[{deepest}]"]))
+    with pytest.raises(ConfigError) as error:
+        validate(compose([f"{section}.n_past=[{deepest + 1}]"]))
+    assert str(error.value).startswith(f"{section}.n_past: {deepest + 1} and {ROOM_TOKENS} tokens of room do not fit ")
+
+
+@pytest.mark.parametrize("section", WITH_ARMS)
+@pytest.mark.parametrize("name", ["tail-5", "head", "head-", "head-4+", "suffix-5%", "none+head-4", " none"])
+def test_an_unknown_arm_is_refused(section: str, name: str):
+    with pytest.raises(ConfigError) as error:
+        validate(replaced((section, "arms"), ["none", name]))
+    assert str(error.value).startswith(f"{section}.arms.1: {name!r} is not allowed")
+
+
+@pytest.mark.parametrize("name", ["none", "full", "head-16", "head-10%", "suffix-2.5", "head-5%+blend-5", "oracle-10"])
+def test_an_allowed_arm_is_one_that_the_repair_code_knows(name: str):
+    assert validate(replaced(("deep_splice_ttft", "arms"), [name])).deep_splice_ttft.arms == [name]
+    assert arm_of(name).name == name
 
 
 def test_every_problem_gets_a_line():
@@ -155,6 +202,22 @@ def test_hash_depends_on_what_is_measured_and_on_nothing_else():
     for override in ("seed=1", "dkl_sweep.n_cases=7", "runtime.n_threads=1", "statistics.level=0.9",
                      "workload.system_prompt=Hello", f"model.sha256={'0' * 64}"):
         assert changed(override).sha256("dkl_sweep") != cfg.sha256("dkl_sweep"), override
+
+
+def test_what_another_section_decides_is_a_part_of_the_experiments_config():
+    cfg = validate(DEFAULTS)
+    repairs = {"repair", "repair_frontier", "calibrated_repair"}
+
+    def stated(experiment):
+        return repairs & cfg.resolved(experiment).keys()
+
+    assert stated("calibrated_repair") == repairs
+    assert stated("deep_splice_ttft") == {"repair"} and stated("repair_frontier") == {"repair_frontier"}
+    for name in set(EXPERIMENTS) - repairs - {"deep_splice_ttft"}:
+        assert stated(name) == set() and name in cfg.resolved(name)
+    changed = validate(compose(["repair.epsilon_nats=0.5"]))
+    assert {name for name in EXPERIMENTS if changed.sha256(name) != cfg.sha256(name)} == {
+        "repair", "calibrated_repair", "deep_splice_ttft"}
 
 
 def test_hash_is_the_artifacts():
