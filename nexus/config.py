@@ -61,7 +61,8 @@ Depths = Annotated[list[Count], NotEmpty, Ascending]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
 # nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
 # for its configuration alone.
-_PART = r"(head-\d+%?|(suffix|random|blend|oracle)-\d+(\.\d+)?)"
+_SHARE = r"(100(\.0+)?|\d{1,2}(\.\d+)?)"
+_PART = rf"(head-\d+|head-{_SHARE}%|(suffix|random|blend|oracle)-{_SHARE})"
 ArmName = Annotated[str, StringConstraints(pattern=rf"^(none|full|{_PART}(\+{_PART})*)$")]
 # nexus/ensemble.py says what these names mean.
 Behind = Annotated[str, StringConstraints(pattern=r"^(system|preamble-[1-9]\d*|ensemble-[1-9]\d*x[1-9]\d*)$")]

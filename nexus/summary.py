@@ -6,6 +6,7 @@ from typing import Any
 
 from nexus.tables import MOST_PCT
 
+
 def summary(folder: Path) -> str:
     """Readable lines about the run in `folder` (`results/<run>`); '' where it has no metrics yet."""
     parts = []
