@@ -1,0 +1,136 @@
+"""Time to first token on SmolLM2, tiny: which arms and peers are timed, cold and warm, and what is compared."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments import compiled, deep_splice_ttft
+from experiments.deep_splice_ttft import Ttft
+from experiments.repair_bench import CONTEXT
+from experiments.rows import OTHER_WORK
+from nexus import artifact, cells, config
+from nexus.cells import Cell
+
+pytestmark = pytest.mark.integration
+# P below the depth, so that the curves differ: R(64) is 36.7 % with K = 4 and 11.3 % with K = 16.
+QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
+         "deep_splice_ttft.n_past=[64]", "deep_splice_ttft.trials_warm=2", "deep_splice_ttft.trials_cold=1",
+         "deep_splice_ttft.curves=[4.0,16.0]", "deep_splice_ttft.arms=[none,head-10]", "repair.max_splice_pos=32",
+         "repair.compiled_behind=[ensemble-2x64]", "repair_frontier.compiled_behind=[system,ensemble-2x64]"]
+CURVES = {("suffix-R(n)", 4.0), ("suffix-R(n)", 16.0)}
+WARM = CURVES | {("none", None), ("head-10", None), ("engine-shift", None), ("group-cache", None),
+                 ("group-cache-rebuilt", None)}
+COLD = CURVES | {("head-10", None), ("prefix-reuse", None)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A temporary folder in which cells and blocks are kept."""
+    folder = tmp_path_factory.mktemp("deep_splice_ttft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deep_splice_ttft, "CellStore", lambda: cells.CellStore(folder / "cells"))
+        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return config.validate(config.compose(QUICK))
+
+
+@pytest.fixture(scope="module")
+def ttft(folder, cfg):
+    ttft = Ttft(cfg)
+    yield ttft
+    ttft.bench.runtime.close()
+
+
+@pytest.fixture(scope="module")
+def run(folder, cfg):
+    return deep_splice_ttft.run(cfg, folder / "first")
+
+
+@pytest.fixture(scope="module")
+def rows(run):
+    return {(row["protocol"], row["arm"], row["curve_k"]): row for row in artifact.read(run)["rows"]}
+
+
+def test_warm_and_cold_have_their_arms_and_peers(rows):
+    assert {key[1:] for key in rows if key[0] == "warm"} == WARM
+    assert {key[1:] for key in rows if key[0] == "cold"} == COLD
+
+
+def test_only_arms_that_decode_block_and_query_have_an_ideal(rows):
+    for (_, arm, _), row in rows.items():
+        assert (row["ideal_speedup"] is None) == (row["latency_per_ideal"] is None) == (arm in OTHER_WORK)
+        assert row["speedup"]["value"] == pytest.approx(row["prefill_ms"]["value"] / row["splice_ms"]["value"])
+
+
+def test_the_curves_recompute_their_share_behind_the_system_prompt(rows):
+    for protocol in ("warm", "cold"):
+        for k, pct in ((4.0, 36.67), (16.0, 11.33)):
+            row = rows[protocol, "suffix-R(n)", k]
+            assert row["r_pct"] == pytest.approx(pct, abs=0.01) and row["compiled_behind"] == "system"
+        assert rows[protocol, "head-10", None]["recomputed_tokens"]["value"] == 10
+        assert rows[protocol, "head-10", None]["compiled_behind"] == "ensemble-2x64"
+    assert rows["warm", "none", None]["r_pct"] == rows["warm", "none", None]["recomputed_tokens"]["value"] == 0
+
+
+def test_trials_are_counted_and_what_decodes_the_conversation_is_timed_as_often_as_cold_ones(rows):
+    for (protocol, arm, _), row in rows.items():
+        assert row["speedup"]["n"] == (1 if protocol == "cold" or arm.startswith("group-cache") else 2)
+
+
+def test_a_reused_prefix_is_a_prefill(rows):
+    cold = rows["cold", "prefix-reuse", None]
+    assert cold["dkl_nats"]["value"] < 0.01 and cold["dkl_block_end_nats"]["value"] < 0.01
+    assert cold["top1"]["value"] == 1
+
+
+def test_the_engines_own_shift_is_as_far_as_a_splice_without_repair(rows):
+    ours, theirs = rows["warm", "none", None], rows["warm", "engine-shift", None]
+    assert theirs["dkl_nats"]["value"] == pytest.approx(ours["dkl_nats"]["value"], rel=0.2, abs=0.005)
+    assert ours["dkl_nats"]["value"] > rows["warm", "head-10", None]["dkl_nats"]["value"]
+
+
+def test_peers_of_another_prompt_have_no_divergence(rows):
+    for arm in ("group-cache", "group-cache-rebuilt"):
+        row = rows["warm", arm, None]
+        assert row["dkl_nats"] is row["top1"] is row["dkl_block_end_nats"] is row["top1_block_end"] is None
+    slow, fast = (rows["warm", arm, None]["splice_ms"]["value"] for arm in ("group-cache-rebuilt", "group-cache"))
+    assert fast < slow
+    assert all(row["dkl_nats"] for (_, arm, _), row in rows.items() if not arm.startswith("group-cache"))
+
+
+def test_samples_count_the_context_only_where_it_is_decoded(run, ttft):
+    samples = artifact.read_samples(run)
+    system = len(ttft.bench.system)
+    assert {(s["protocol"], s["context_tokens"]) for s in samples} == {("warm", 0), ("cold", system + 64)}
+    assert len({s["case"] for s in samples}) == 2, "every trial has a case of its own"
+    for s in samples:
+        assert s["block_tokens"] == len(ttft.bench.blocks[s["case"]]) and s["ttft_ms"] > 0
+        if s["arm"] == "prefill":
+            assert s["recomputed"] == s["block_tokens"] and s["r_pct"] == 100
+            # Cold, it is what the others are compared with.
+            assert s["dkl_nats"] == 0 if s["protocol"] == "cold" else s["dkl_nats"] < 0.01
+
+
+@pytest.mark.parametrize(("protocol", "left"), [("warm", [CONTEXT]), ("cold", [])])
+def test_a_trial_leaves_only_what_it_found(ttft, protocol, left):
+    ttft.measure(Cell({"protocol": protocol, "n_past": 64, "trial": 1}, 1.0, "one"))
+    runtime = ttft.bench.runtime
+    assert [seq for seq in range(runtime.options.n_seq_max) if runtime.pos_max(seq) >= 0] == left
+    ttft.bench.enter(64)
+    assert runtime.pos_max(CONTEXT) == ttft.bench.position - 1
+
+
+def test_a_resumed_run_gives_the_same_bytes(run, folder, cfg, monkeypatch):
+    numbers = json.loads((run.parent / "metrics" / "deep_splice_ttft.json").read_text())
+    assert set(numbers) == {f"{protocol}.K{k}.64" for protocol in ("warm", "cold") for k in (4, 16)}
+    monkeypatch.setattr(Ttft, "measure", None)    # A cell that is measured again needs it.
+    monkeypatch.setattr(compiled, "compile_blocks", None)    # So does a block that is compiled again.
+    again = deep_splice_ttft.run(cfg, folder / "second")
+    assert again.read_bytes() == run.read_bytes()
+    name = "deep_splice_ttft.samples.jsonl"
+    assert again.with_name(name).read_bytes() == run.with_name(name).read_bytes()
