@@ -57,7 +57,8 @@ class Schedule:
 
     def arm(self, n_past: int) -> Arm:
         pct = self.pct(n_past)
-        return arm_of("full" if pct == 100.0 else f"suffix-{pct:.6f}")
+        # Not through a name: rounding the share to text may add a token.
+        return arm_of("full") if pct == 100.0 else Arm(f"suffix-{pct:g}", (("suffix", pct, True),))
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,12 @@ class Choice:
 
 
 def upper_bound(dkl_nats: Sequence[float], seed: int, level: float) -> float | None:
-    """One-sided upper confidence bound on the mean, nats; None where the samples do not allow one."""
+    """One-sided upper confidence bound on the mean, nats; None where the samples do not allow one.
+
+    Raises RepairError for a level that is not above ½: there is no such interval.
+    """
+    if not 0.5 < level < 1:
+        raise RepairError(f"level is {level}; an upper confidence bound needs one between 0.5 and 1, such as 0.95")
     # The upper end of a two-sided interval at 2·level − 1 leaves 1 − level above it.
     return stats.mean(dkl_nats, seed, 2 * level - 1).ci_high
 

@@ -69,7 +69,6 @@ def test_the_schedules_arm_is_the_rounded_up_suffix(n_past, k):
     assert (Schedule(recompute_full_mult=k).arm(n_past).name == "full") == (pct == 100)
 
 
-@pytest.mark.xfail(strict=True, reason="Schedule.arm writes the share with 6 decimals, here rounded up: 111 tokens")
 def test_a_share_that_is_a_whole_number_of_tokens_is_not_rounded_up():
     # R(512) = 36.666… %, of which 300 tokens are exactly 110.
     assert len(chosen(Schedule(), 512, n_tokens=300)) == 110
