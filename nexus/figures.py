@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import matplotlib
@@ -161,7 +162,7 @@ def frontier(artifact: dict) -> Figure:
             here = at(rows, n_past=n_past)
             for row in _arms(here):
                 fill = fills.get(row["compiled_behind"], "full")
-                _arm_point(panel, row, {**FAMILY_STYLES[row["arm"]], "fillstyle": fill})
+                _arm_point(panel, row, {**FAMILY_STYLES[_family(row)], "fillstyle": fill})
             leading = front(methods(here))
             steps = panel.step([row["speedup"]["value"] for row in leading],
                                [row["dkl_nats"]["value"] for row in leading], where="pre", color="#AAAAAA",
@@ -198,7 +199,7 @@ def frontier(artifact: dict) -> Figure:
         figure.suptitle(f"What recomputing a part of a block buys: {artifact['tuple']['model']}\n"
                         f"read behind the query, {level_text(artifact)} intervals; numbers are shares recomputed, %",
                         fontsize=10, x=0.01, ha="left")
-        for family in (family for family in FAMILY_STYLES if at(_arms(rows), arm=family)):
+        for family in (family for family in FAMILY_STYLES if family in map(_family, _arms(rows))):
             label = "oracle (control: knows the answer)" if family == "oracle" else family
             handles[label] = Line2D([], [], linestyle="none", **FAMILY_STYLES[family])
         for behind, fill in fills.items():
@@ -254,7 +255,12 @@ def _ends(metric: dict) -> tuple[float, float]:
 
 def _arms(rows: list[dict]) -> list[dict]:
     """The rows that are drawn as points: all that were placed but the noise floor, which is a line."""
-    return placed(row for row in rows if row["arm"] in FAMILY_STYLES)
+    return placed(row for row in rows if _family(row) in FAMILY_STYLES)
+
+
+def _family(row: dict) -> str:
+    """The family of a row's arm, which may carry an amount: `head` of `head-16`."""
+    return re.sub(r"-[\d.]+%?", "", row["arm"])
 
 
 def _arm_point(panel, row: dict, style: dict) -> None:
@@ -270,7 +276,7 @@ def _label_shares(panel, rows: list[dict]) -> None:
     points = panel.transData.transform([(row["speedup"]["value"], row["dkl_nats"]["value"]) for row in rows])
     taken = [Bbox.from_bounds(x - 3 * pixels, y - 3 * pixels, 6 * pixels, 6 * pixels) for x, y in points]
     for row, (x, y) in zip(rows, points):
-        text = f"{row['recompute_pct']:g}"
+        text = f"{row['recompute_pct']:.3g}"
         width, height = 4 * len(text), 5.5
         for dx, dy in LABEL_PLACES:
             gap = 3.2 if dx and dy else 5

@@ -253,12 +253,12 @@ def frontier(artifact: dict[str, Any]) -> str:
             best_lines.append([n_past, "none measured", *[MISSING] * 5, cell(floor.get("dkl_nats")), *[MISSING] * 3])
         else:
             best_lines.append([
-                n_past, f"`{best['arm']}`", f"{best['recompute_pct']:g}", best["compiled_behind"],
+                n_past, f"`{best['arm']}`", f"{best['recompute_pct']:.3g}", best["compiled_behind"],
                 cell(best["dkl_nats"]), cell(best["top1"], 100), cell(best["speedup"]), cell(floor.get("dkl_nats")),
                 _bar(best["dkl_nats"], most=KL_BAR_NATS), _bar(best["speedup"], least=SPEEDUP_BAR),
                 counts(best["dkl_nats"], best["speedup"])])
         leading = front(methods(here))
-        lines += [[n_past, f"`{row['arm']}`", f"{row['recompute_pct']:g}", row["compiled_behind"],
+        lines += [[n_past, f"`{row['arm']}`", f"{row['recompute_pct']:.3g}", row["compiled_behind"],
                    cell(row["dkl_nats"]), cell(row["top1"], 100), cell(row["speedup"]),
                    cell(row.get("ideal_speedup")), cell(row.get("latency_per_ideal")),
                    "yes" if row in leading else "", counts(row["dkl_nats"], row["speedup"])] for row in here]
@@ -294,7 +294,7 @@ def repair_policy(artifact: dict[str, Any]) -> str:
     lines, verdicts = [], []
     for n_past in sorted(n_past for (n_past,) in distinct(rows, "n_past")):
         for name in ("calibration", "test"):
-            lines += [[n_past, name, f"`{row['arm']}`", f"{row['recompute_pct']:g}", row["compiled_behind"],
+            lines += [[n_past, name, f"`{row['arm']}`", f"{row['recompute_pct']:.3g}", row["compiled_behind"],
                        f"{row['epsilon_nats']:g}", cell(row["dkl_nats"]), number(row["dkl_upper_nats"]),
                        cell(row["violation_rate"], 100), cell(row.get("top1"), 100), cell(row.get("noise_floor_nats")),
                        cell(row.get("speedup")), counts(row["dkl_nats"], row.get("speedup"))]
