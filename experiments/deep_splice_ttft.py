@@ -52,8 +52,9 @@ class Ttft:
                                  ROOT / cfg.workload.conversation)
         trials = max(self.section.trials_warm, self.section.trials_cold)
         self.behind = cfg.repair.compiled_behind[0]
+        # Room for two contexts: a group cache holds the conversation a second time.
         self.bench = RepairBench(cfg, self.model, workload, min(trials, len(workload.cases)),
-                                 dict.fromkeys([CURVE_BEHIND, self.behind]))
+                                 dict.fromkeys([CURVE_BEHIND, self.behind]), n_ctx=2 * cfg.runtime.n_ctx)
         self.warmed: tuple[str, int] | None = None
 
     def schedule(self, curve: float) -> Schedule:
