@@ -5,12 +5,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from nexus import stats
+from nexus import stats, tables
 from nexus.stats import Estimate
 
 Samples = Sequence[dict]
 # Arms of `deep_splice_ttft` that decode other tokens than block and query.
 OTHER_WORK = ("engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reuse")
+# What makes a peer's time here longer than it has to be; said in its rows.
+HANDICAPS = {
+    "engine-shift": "shifts a cache of 2 × n_ctx cells",
+    "group-cache": "the other arms' context stands in the cache, too",
+    "group-cache-rebuilt": "the other arms' context stands in the cache, too",
+}
 
 
 def grouped(samples: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -90,6 +96,10 @@ def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
         row |= latency(query, [beside[s["trial"]] for s in query], seed, level)
         if row["arm"] in OTHER_WORK:
             row |= {"ideal_speedup": None, "latency_per_ideal": None}
+        if row["arm"] in HANDICAPS:
+            row["status"] = HANDICAPS[row["arm"]]
+        if row["arm"].startswith("group-cache"):
+            row["r_pct"] = 0.0
         row |= {"dkl_nats": None, "top1": None, "dkl_block_end_nats": None, "top1_block_end": None}
         if "dkl_nats" in query[0]:
             row |= fidelity(query, seed, level)
@@ -138,16 +148,12 @@ def layouts(samples: Samples, seed: int, level: float) -> list[dict]:
 
 
 def best_within(table: list[dict], most_pct: float) -> dict[str, dict[str, float]]:
-    """Per depth, the arm with the least divergence behind the query among those that recompute at most `most_pct`.
-
-    The oracle, which needs the answer, does not compete.
-    """
+    """Per depth, what `nexus.tables.best_within` chooses behind the query, as metrics."""
     best = {}
-    for (n_past,), members in grouped(table, "n_past").items():
-        open_to = [row for row in members if row["probe"] == "query" and row["recompute_pct"] <= most_pct
-                   and row["arm"] != "oracle"]
-        if open_to:
-            row = min(open_to, key=lambda row: row["dkl_nats"].value)
+    for (n_past,), members in grouped((row for row in table if row["probe"] == "query"), "n_past").items():
+        plain = [{key: item.row() if isinstance(item, Estimate) else item for key, item in row.items()}
+                 for row in members]
+        if row := tables.best_within(plain, most_pct):
             best[f"best.{n_past}"] = {"recompute_pct": row["recompute_pct"],
-                                      **{name: row[name].value for name in ("dkl_nats", "top1", "speedup")}}
+                                      **{name: row[name]["value"] for name in ("dkl_nats", "top1", "speedup")}}
     return best

@@ -286,6 +286,10 @@ class Config(_Section):
                     f"{name}.n_past: {getattr(self, name).n_past[-1]} and {ROOM_TOKENS} tokens of room do not fit "
                     f"runtime.n_ctx ({runtime.n_ctx}); lower the depth or raise runtime.n_ctx"
                 )
+        for name in ("repair_frontier", "deep_splice_ttft"):
+            if oracles := [arm for arm in getattr(self, name).arms if "oracle" in arm]:
+                raise ValueError(f"{name}.arms: {oracles[0]!r} needs the answer and is no method; it belongs in "
+                                 "repair_frontier.families as a control")
         if unmeasured := set(self.repair.compiled_behind) - set(self.repair_frontier.compiled_behind):
             raise ValueError(
                 f"repair.compiled_behind: {min(unmeasured)!r} is not measured; add it to "

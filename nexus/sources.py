@@ -17,7 +17,7 @@ NOT_SAMPLING = frozenset(
     f"nexus/{name}"
     for name in (
         "__init__.py", "artifact.py", "artifact.schema.json", "carriers.py", "cells.py", "config.py", "locks.py",
-        "pipeline.py", "progress.py", "provenance.py", "sources.py", "stats.py", "weights.py",
+        "pipeline.py", "progress.py", "provenance.py", "sources.py", "stats.py", "tables.py", "weights.py",
     )
 ) | {"experiments/rows.py"}
 
