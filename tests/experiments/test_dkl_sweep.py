@@ -113,11 +113,11 @@ def test_a_damaged_block_file_is_compiled_again(tiny, smollm2):
     with Runtime(smollm2, dkl_sweep.context_options(cfg.runtime, n_ctx=1024)) as runtime:
         left = smollm2.tokenize("A system prompt.")
         tokens = {"a": smollm2.tokenize("First tool of two."), "b": smollm2.tokenize("Second tool of two.")}
-        files = compiled.compiled_blocks(runtime, left, tokens)
+        files = compiled.compiled_blocks(runtime, [left], tokens)
         keys = {name: file.path.read_bytes() for name, file in files.items()}
         damaged, kept = files["a"].path, files["b"].path
         before = kept.stat().st_mtime_ns
         damaged.write_bytes(damaged.read_bytes()[:-1])
-        files = compiled.compiled_blocks(runtime, left, tokens)
+        files = compiled.compiled_blocks(runtime, [left], tokens)
         assert {name: file.path.read_bytes() for name, file in files.items()} == keys
         assert kept.stat().st_mtime_ns == before

@@ -138,10 +138,22 @@ def test_an_unknown_arm_is_refused(section: str, name: str):
     assert str(error.value).startswith(f"{section}.arms.1: {name!r} is not allowed")
 
 
-@pytest.mark.parametrize("name", ["none", "full", "head-16", "head-10%", "suffix-2.5", "head-5%+blend-5", "oracle-10"])
+@pytest.mark.parametrize("name", ["none", "full", "head-16", "head-10%", "suffix-2.5", "suffix-100", "head-5%+blend-5"])
 def test_an_allowed_arm_is_one_that_the_repair_code_knows(name: str):
     assert validate(replaced(("deep_splice_ttft", "arms"), [name])).deep_splice_ttft.arms == [name]
     assert arm_of(name).name == name
+
+
+@pytest.mark.parametrize("section", ["repair_frontier", "deep_splice_ttft"])
+def test_the_oracle_is_no_method(section: str):
+    with pytest.raises(ConfigError, match=rf"{section}\.arms: 'oracle-10' needs the answer"):
+        validate(replaced((section, "arms"), ["none", "oracle-10"]))
+
+
+@pytest.mark.parametrize("name", ["suffix-101", "head-200%", "blend-100.5"])
+def test_more_than_the_whole_block_is_refused(name: str):
+    with pytest.raises(ConfigError, match=r"deep_splice_ttft\.arms\.0: "):
+        validate(replaced(("deep_splice_ttft", "arms"), [name]))
 
 
 def test_every_problem_gets_a_line():

@@ -30,7 +30,7 @@ def test_a_wrong_context_length_is_named(smollm2):
 
 def test_tuple_and_options_follow_the_config(smollm2):
     assert tuple_of(smollm2, SPEC)["model_sha256"] == SPEC.sha256
-    cfg = validate(compose(["runtime.n_batch=128"]))
+    cfg = validate(compose(["runtime.n_batch=128", "runtime.flash_attention=true"]))
     options = context_options(cfg.runtime, n_ctx=777)
     assert (options.n_batch, options.n_ctx, options.flash_attention) == (128, 777, True)
 
