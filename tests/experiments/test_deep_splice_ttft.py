@@ -9,11 +9,12 @@ from experiments import compiled, deep_splice_ttft
 from experiments.deep_splice_ttft import Ttft
 from experiments.repair_bench import CONTEXT
 from experiments.rows import OTHER_WORK
-from nexus import artifact, cells, config
+from nexus import artifact
 from nexus.cells import Cell
 
 pytestmark = pytest.mark.integration
 # P below the depth, so that the curves differ: R(64) is 36.7 % with K = 4 and 11.3 % with K = 16.
+EXPERIMENT = deep_splice_ttft
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "deep_splice_ttft.n_past=[64]", "deep_splice_ttft.trials_warm=2", "deep_splice_ttft.trials_cold=1",
          "deep_splice_ttft.curves=[4.0,16.0]", "deep_splice_ttft.arms=[none,head-10]", "repair.max_splice_pos=32",
@@ -22,21 +23,6 @@ CURVES = {("suffix-R(n)", 4.0), ("suffix-R(n)", 16.0)}
 WARM = CURVES | {("none", None), ("head-10", None), ("engine-shift", None), ("group-cache", None),
                  ("group-cache-rebuilt", None)}
 COLD = CURVES | {("head-10", None), ("prefix-reuse", None)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A temporary folder in which cells and blocks are kept."""
-    folder = tmp_path_factory.mktemp("deep_splice_ttft")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deep_splice_ttft, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def cfg():
-    return config.validate(config.compose(QUICK))
 
 
 @pytest.fixture(scope="module")

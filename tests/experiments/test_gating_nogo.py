@@ -6,29 +6,15 @@ import json
 import numpy as np
 import pytest
 
-from experiments import compiled, gating_nogo
-from nexus import artifact, cells, config
+from experiments import gating_nogo
+from nexus import artifact
 from nexus.drift import PAPER, PREDICTORS, heads
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
 
+EXPERIMENT = gating_nogo
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "gating_nogo.n_past=[64]", "gating_nogo.n_cases=2"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A temporary folder in which cells and blocks are kept."""
-    folder = tmp_path_factory.mktemp("gating_nogo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gating_nogo, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def cfg():
-    return config.validate(config.compose(QUICK))
 
 
 @pytest.fixture(scope="module")

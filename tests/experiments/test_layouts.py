@@ -9,13 +9,14 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from experiments import compiled, layouts, rows
+from experiments import layouts, rows
 from experiments.toy_models import write_toy_gemma2
-from nexus import artifact, cells, config
+from nexus import artifact, config
 from nexus.fidelity import Divergence
 from nexus.repair import RepairError
 from nexus.runtime import ContextOptions, Model
 
+EXPERIMENT = layouts
 TINY = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024", "runtime.n_seq_max=8",
         "dkl_sweep.offsets=[0]", "layouts.also=[]", "layouts.n_past=[0,64]", "layouts.n_cases=1"]
 MODEL = "smollm2-135m"
@@ -30,16 +31,6 @@ MESSAGES = {
 
 def tiny(*overrides):
     return config.validate(config.compose([*TINY, *overrides]))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A temporary folder in which cells and blocks are kept."""
-    folder = tmp_path_factory.mktemp("layouts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -7,29 +7,15 @@ import pytest
 from experiments import compiled, repair_frontier
 from experiments.repair_bench import CONTEXT
 from experiments.repair_frontier import Frontier, arm_name, arms
-from nexus import artifact, cells, config
+from nexus import artifact, config
 from nexus.cells import Cell
 from nexus.repair import Place, arm_of
 
+EXPERIMENT = repair_frontier
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "repair_frontier.n_past=[64]", "repair_frontier.n_cases=1", "repair_frontier.shares_pct=[10.0]",
          "repair_frontier.families=[head,head+suffix,blend,oracle]", "repair_frontier.arms=[head-10]",
          "repair_frontier.compiled_behind=[system,ensemble-2x64]", "repair.compiled_behind=[ensemble-2x64]"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A temporary folder in which cells and blocks are kept."""
-    folder = tmp_path_factory.mktemp("repair_frontier")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repair_frontier, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def cfg():
-    return config.validate(config.compose(QUICK))
 
 
 @pytest.fixture(scope="module")

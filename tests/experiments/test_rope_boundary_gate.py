@@ -7,30 +7,16 @@ import pytest
 from experiments import compiled, rope_boundary_gate
 from experiments.repair_bench import CONTEXT, WORK
 from experiments.rope_boundary_gate import BEHIND, FAITHFUL, WRONG, Gate
-from nexus import artifact, cells, config
+from nexus import artifact
 from nexus.cells import Cell
 from nexus.fidelity import divergence
 from nexus.repair import arm_of, runs_of
 from nexus.runtime import Runtime
 
 pytestmark = pytest.mark.integration
+EXPERIMENT = rope_boundary_gate
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "rope_boundary_gate.n_past=[64]", "rope_boundary_gate.n_cases=1"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A temporary folder in which cells and blocks are kept."""
-    folder = tmp_path_factory.mktemp("rope_boundary_gate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rope_boundary_gate, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def cfg():
-    return config.validate(config.compose(QUICK))
 
 
 @pytest.fixture(scope="module")
