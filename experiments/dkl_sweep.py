@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments.compiled import compiled_blocks
-from nexus import artifact, provenance, stats
+from nexus import stats
 from nexus.blocks import block_split
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
 from nexus.fidelity import divergence
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import cell_inputs, experiment_main, measure_cells, write_results
 from nexus.prompt import block_tokens, conversation_tokens, query_tokens, system_tokens
 from nexus.runtime import Runtime
 from nexus.splice import Splicer
@@ -145,19 +144,12 @@ def run(cfg: Config, out: Path) -> Path:
              label=f"offset {offset}, {case.tool}")
         for offset in cfg.dkl_sweep.offsets for case in sweep.cases
     ]
-    per_cell = run_cells(cells, sweep.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="placement sweep")
-    samples = [sample for cell in per_cell for sample in cell]
+    samples = measure_cells(cfg, cells, sweep.measure, "placement sweep")
     rows = summarise(cfg, samples)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(sweep.model, cfg.model), config=cfg.resolved(NAME),
-                   rows=rows, samples=samples,
-                   provenance=provenance.collect(isa=sweep.splicer.isa, threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, {
-        f"{row['arm']}.{row['probe']}.{row['offset']}": {"dkl_nats": row["dkl_nats"].value}
-        for row in rows if row["probe"] == "query"
-    })
-    return path
+    return write_results(
+        NAME, cfg, out, tuple_=tuple_of(sweep.model, cfg.model), rows=rows, samples=samples, isa=sweep.splicer.isa,
+        metrics={f"{row['arm']}.{row['probe']}.{row['offset']}": {"dkl_nats": row["dkl_nats"].value}
+                 for row in rows if row["probe"] == "query"})
 
 
 if __name__ == "__main__":

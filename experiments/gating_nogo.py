@@ -3,7 +3,8 @@
 The context is the system prompt and `n_past` tokens of conversation, on the tools' topic or off it; the block was
 compiled right behind the system prompt and is re-anchored behind the context. Per (layer, KV head), the drift of its
 keys from those of a full prefill with the same batch split is ranked against each predictor of nexus/drift.py. The
-paper's is `context_k_variance`; its gate would need a mean rank correlation of 0.40.
+paper's is `context_k_variance`; its gate would need a mean rank correlation of 0.40. Ranks are over all layers, so that
+knowing the layer is worth much; `spearman_rho_within_layer` is what is left of the correlation without it.
 """
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from experiments.compiled import compiled_blocks
-from nexus import artifact, provenance, stats
+from nexus import stats
 from nexus.blocks import block_split, read_cells
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
-from nexus.drift import PAPER, PREDICTORS, Known, heads, key_drift, spearman, unrotated
+from nexus.drift import PREDICTORS, Known, heads, key_drift, spearman, spearman_within_layer, unrotated
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import cell_inputs, experiment_main, measure_cells, write_results
 from nexus.prompt import block_tokens, conversation_tokens, system_tokens
 from nexus.runtime import Runtime
 from nexus.splice import Splicer
+from nexus.tables import PAPER_PREDICTOR
 from nexus.workload import load_conversation, load_workload, select
 
 NAME = "gating_nogo"
 CONTEXT, WORK = 0, 1
-METRICS = ("max_drift", "mean_drift", "spearman_rho")
+METRICS = ("max_drift", "mean_drift", "spearman_rho", "spearman_rho_within_layer")
 
 
 class Study:
@@ -98,11 +99,13 @@ class Study:
         n_past, context, case_id = (cell.inputs[name] for name in ("n_past", "context", "case"))
         self.enter(n_past, context)
         drift, known = self.drift(case_id), self.known(case_id)
+        predicted = {name: predictor(known) for name, predictor in PREDICTORS.items()}
         return [{"n_past": n_past, "context": context, "predictor": name, "case": case_id,
                  "tool": self.cases[case_id].tool, "block_tokens": len(self.blocks[case_id]),
                  "max_drift": float(drift.max()), "mean_drift": float(drift.mean()),
-                 "spearman_rho": spearman(predictor(known), drift)}
-                for name, predictor in PREDICTORS.items()]
+                 "spearman_rho": spearman(values, drift),
+                 "spearman_rho_within_layer": spearman_within_layer(values, drift)}
+                for name, values in predicted.items()]
 
     def without_rope(self, keys: np.ndarray, begin: int) -> np.ndarray:
         return unrotated(keys, begin + np.arange(keys.shape[1]), self.model.n_head_kv, self.runtime.rope.layout,
@@ -131,7 +134,7 @@ def headline(rows: list[dict]) -> dict[str, float | None]:
         found = [row["spearman_rho"].value for row in rows if row["predictor"] == predictor]
         found = [rho for rho in found if rho is not None]
         means[predictor] = float(np.mean(found)) if found else None
-    return {"mean_spearman_rho": means[PAPER], **means}
+    return {"mean_spearman_rho": means[PAPER_PREDICTOR], **means}
 
 
 def run(cfg: Config, out: Path) -> Path:
@@ -145,16 +148,10 @@ def run(cfg: Config, out: Path) -> Path:
              label=f"n_past {n_past}, {context} topic, {case.tool}")
         for n_past in cfg.gating_nogo.n_past for context in cfg.gating_nogo.contexts for case in study.cases.values()
     ]
-    per_cell = run_cells(cells, study.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="key drift")
-    samples = [sample for cell in per_cell for sample in cell]
+    samples = measure_cells(cfg, cells, study.measure, "key drift")
     rows = summarise(cfg, samples)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(study.model, cfg.model), config=cfg.resolved(NAME),
-                   rows=rows, samples=samples,
-                   provenance=provenance.collect(isa=study.splicer.isa, threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, headline(rows))
-    return path
+    return write_results(NAME, cfg, out, tuple_=tuple_of(study.model, cfg.model), rows=rows, samples=samples,
+                         isa=study.splicer.isa, metrics=headline(rows))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,12 @@ from hydra.core.singleton import Singleton
 from experiments import rows
 from experiments.repair_bench import RepairBench
 from experiments.toy_models import TOYS
-from nexus import artifact, provenance
 from nexus.blocks import block_split, compile_blocks
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config, compose, validate
 from nexus.fidelity import Divergence, divergence
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import cell_inputs, experiment_main, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import cell_inputs, experiment_main, measure_cells, write_results
 from nexus.prompt import block_tokens, query_tokens, system_tokens
 from nexus.repair import RepairError, arm_of
 from nexus.runtime import ContextOptions, Model, Runtime, RuntimeFailure
@@ -238,20 +236,16 @@ def run(cfg: Config, out: Path) -> Path:
     model = layouts.model(cfg.model.name)
     cells = list(layouts.cells(cell_inputs(NAME, cfg, model.sha256)))
     try:
-        per_cell = run_cells(cells, layouts.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                             description="layouts")
+        samples = measure_cells(cfg, cells, layouts.measure, "layouts")
     finally:
         layouts.close()
-    samples = [sample for cell in per_cell for sample in cell]
     samples.append(refused(memory_refusal(None), model=REMOTE, v_layout="row", setting=DEFAULT, n_past=0, arm="none",
                            case=None))
     table = rows.layouts(samples, cfg.seed, cfg.statistics.level)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(model, cfg.model), config=cfg.resolved(NAME), rows=table,
-                   samples=samples, provenance=provenance.collect(isa=choose_isa()[0], threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, {f"{row['model']}.{row['v_layout']}.{row['arm']}.{row['n_past']}": row["dkl_nats"].value
-                              for row in table if row["setting"] == DEFAULT and row["status"] == "spliced"})
-    return path
+    return write_results(
+        NAME, cfg, out, tuple_=tuple_of(model, cfg.model), rows=table, samples=samples, isa=choose_isa()[0],
+        metrics={f"{row['model']}.{row['v_layout']}.{row['arm']}.{row['n_past']}": row["dkl_nats"].value
+                 for row in table if row["setting"] == DEFAULT and row["status"] == "spliced"})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ misplaced         recomputed tokens are packed right behind the context, beside 
 not-reanchored    the compiled part keeps the rotation of its compile position
 descending        runs are recomputed from the last to the first, each behind compiled predecessors only
 
+The sample always has the block's first tokens: `one-batch` recomputes these before the rest and `descending` after it,
+and without them the two would compute the same. It is larger than the share in its name by what these add.
+
 Every arm reports how many cells the block has per position; a faithful one has exactly 1.
 """
 from __future__ import annotations
@@ -21,12 +24,11 @@ import numpy as np
 
 from experiments import rows
 from experiments.repair_bench import CONTEXT, WORK, Reading, RepairBench
-from nexus import artifact, native, provenance
-from nexus.cells import Cell, CellStore, run_cells
+from nexus import native
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, write_results
 from nexus.repair import Place, arm_of, place_repaired, runs_of
 from nexus.workload import load_workload
 
@@ -109,6 +111,11 @@ WRONG: dict[str, Callable[[Place, np.ndarray], None]] = {
 }
 
 
+def scattered_name(pct: float) -> str:
+    """Name of the arm that chooses the tokens: a head, for which the order matters, and a sample of `pct` percent."""
+    return f"head-4+random-{pct:g}"
+
+
 class Gate:
     """Measures one (depth, case) at a time."""
 
@@ -133,8 +140,8 @@ class Gate:
                                      cells_per_position=1.0)
         for arm, fill in (FAITHFUL | WRONG).items():
             measured, cells = self.scattered(case_id, fill)
-            samples += bench.samples(case_id, reference, measured, arm=f"random-{pct:g} {arm}", recompute_pct=pct,
-                                     faithful=arm in FAITHFUL, cells_per_position=cells)
+            samples += bench.samples(case_id, reference, measured, arm=f"{scattered_name(pct)} {arm}",
+                                     recompute_pct=pct, faithful=arm in FAITHFUL, cells_per_position=cells)
         return samples
 
     def scattered(self, case_id: str, fill: Callable[[Place, np.ndarray], None]) -> tuple[Reading, float]:
@@ -142,7 +149,7 @@ class Gate:
         bench = self.bench
         runtime, block, position = bench.runtime, bench.blocks[case_id], bench.position
         place = bench.place(case_id, BEHIND)
-        chosen = arm_of(f"random-{self.cfg.rope_boundary_gate.recompute_pct:g}").select(place)
+        chosen = arm_of(scattered_name(self.cfg.rope_boundary_gate.recompute_pct)).select(place)
         end = position + len(block)
         runtime.seq_cp(CONTEXT, WORK)
         try:
@@ -168,17 +175,12 @@ def run(cfg: Config, out: Path) -> Path:
     cells = [Cell({**inputs, "n_past": n_past, "case": case.id}, weight=len(gate.bench.blocks[case.id]),
                   label=f"depth {n_past}, {case.tool}")
              for n_past in cfg.rope_boundary_gate.n_past for case in gate.bench.cases]
-    per_cell = run_cells(cells, gate.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="scattered recompute")
-    samples = [sample for cell in per_cell for sample in cell]
+    samples = measure_cells(cfg, cells, gate.measure, "scattered recompute")
     table = rows.rope_boundary_gate(samples, cfg.seed, cfg.statistics.level)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(gate.model, cfg.model), config=cfg.resolved(NAME),
-                   rows=table, samples=samples,
-                   provenance=provenance.collect(isa=gate.bench.splicer.isa, threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, {f"{row['arm']}.{row['n_past']}": row["dkl_nats"].value
-                              for row in table if row["probe"] == "query"})
-    return path
+    return write_results(
+        NAME, cfg, out, tuple_=tuple_of(gate.model, cfg.model), rows=table, samples=samples,
+        isa=gate.bench.splicer.isa,
+        metrics={f"{row['arm']}.{row['n_past']}": row["dkl_nats"].value for row in table if row["probe"] == "query"})
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from nexus import artifact, native, provenance, stats
+from nexus import native, stats
 from nexus.blocks import Block, compile_blocks
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
 from nexus.model_tuple import context_options, open_model, tuple_of
-from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, write_results
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
 from nexus.splice import Resident, Splicer, choose_isa
@@ -29,6 +29,7 @@ NAME = "splice_cost"
 LIVE, FILLER, FENCE = 0, 1, 2
 # Tokens that stand before the block; enough to make every splice a real re-anchoring.
 CONTEXT_TOKENS = 64
+KEYS = ("n_tokens", "n_ctx", "v_layout", "cells")
 PARTS = ("reanchor_us", "set_state_us", "graft_us", "total_us", "memcpy_us")
 
 
@@ -73,7 +74,7 @@ class Bench:
 
     def measure(self, cell: Cell) -> list[dict]:
         """Samples of one cell: a row per repetition, pair or prefill, told apart by `kind`."""
-        keys = {name: cell.inputs[name] for name in ("n_tokens", "n_ctx", "v_layout", "cells")}
+        keys = {name: cell.inputs[name] for name in KEYS}
         block = self.block(keys["n_tokens"])
         self.enter(keys["n_ctx"], keys["v_layout"])
         runtime = self.runtime
@@ -142,12 +143,17 @@ class Bench:
         return samples
 
 
-def summarise(cfg: Config, per_cell: list[list[dict]]) -> list[dict]:
-    """Artifact rows: medians with bootstrap intervals, and the two ratios that the bars are about."""
+def summarise(cfg: Config, samples: list[dict]) -> list[dict]:
+    """Artifact rows: medians with bootstrap intervals, and the two ratios that the bars are about.
+
+    Samples of one cell stand together.
+    """
     rows = []
-    for samples in per_cell:
-        def column(name: str, samples=samples) -> list[float]:
-            return [sample[name] for sample in samples if name in sample]
+    for keys, group in groupby(samples, lambda sample: {key: sample[key] for key in KEYS}):
+        of_cell = list(group)
+
+        def column(name: str, of_cell=of_cell) -> list[float]:
+            return [sample[name] for sample in of_cell if name in sample]
 
         def median(name: str) -> stats.Estimate | None:
             values = column(name)
@@ -155,7 +161,7 @@ def summarise(cfg: Config, per_cell: list[list[dict]]) -> list[dict]:
 
         shift = column("engine_shift_us")
         rows.append({
-            **{key: samples[0][key] for key in ("n_tokens", "n_ctx", "v_layout", "cells")},
+            **keys,
             **{part: median(part) for part in PARTS},
             "total_per_memcpy": stats.ratio_of_medians(column("total_us"), column("memcpy_us"), cfg.seed,
                                                        cfg.statistics.level, paired=True),
@@ -178,20 +184,14 @@ def run(cfg: Config, out: Path) -> Path:
              label=f"{n_tokens} tokens, n_ctx {n_ctx}, V {v_layout}, {free}")
         for n_ctx in sizes.n_ctx for v_layout in sizes.v_layouts for free in sizes.cells for n_tokens in sizes.n_tokens
     ]
-    per_cell = run_cells(cells, bench.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="splice cost")
-    rows = summarise(cfg, per_cell)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(bench.model, cfg.model), config=cfg.resolved(NAME), rows=rows,
-                   samples=[sample for samples in per_cell for sample in samples],
-                   provenance=provenance.collect(isa=choose_isa()[0], threads=sizes.n_threads))
-    write_metrics(out, NAME, {
-        f"{row['v_layout']}.{row['cells']}.{row['n_ctx']}.{row['n_tokens']}": {
+    samples = measure_cells(cfg, cells, bench.measure, "splice cost")
+    rows = summarise(cfg, samples)
+    return write_results(
+        NAME, cfg, out, tuple_=tuple_of(bench.model, cfg.model), rows=rows, samples=samples, isa=choose_isa()[0],
+        threads=sizes.n_threads,
+        metrics={f"{row['v_layout']}.{row['cells']}.{row['n_ctx']}.{row['n_tokens']}": {
             name: row[name].value for name in ("total_us", "total_per_memcpy", "engine_shift_per_total") if row[name]
-        }
-        for row in rows if row["cells"] == "contiguous"
-    })
-    return path
+        } for row in rows if row["cells"] == "contiguous"})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 # Tokens at the start of a text that attract attention whatever they say (Xiao et al., StreamingLLM).
 SINK_TOKENS = 4
@@ -146,7 +146,6 @@ def layer_depth(known: Known) -> np.ndarray:
     return np.repeat(np.arange(n_layers, dtype=np.float64)[:, None] / n_layers, n_head, axis=1)
 
 
-PAPER = "context_k_variance"
 PREDICTORS: dict[str, Callable[[Known], np.ndarray]] = {
     function.__name__: function
     for function in (context_k_variance, context_k_variance_rotated, sink_key_norm, context_shift, context_value_shift,
@@ -159,15 +158,38 @@ def spearman(predicted: np.ndarray, drift: np.ndarray) -> float | None:
 
     Raises ValueError for different shapes and for numbers that are not finite.
     """
-    if predicted.shape != drift.shape:
-        raise ValueError(f"a predictor of shape {predicted.shape} against a drift of shape {drift.shape}")
+    _check_sides(predicted, drift)
     sides = np.ravel(predicted), np.ravel(drift)
-    for name, side in zip(("predictor", "drift"), sides):
-        if not np.isfinite(side).all():
-            raise ValueError(f"{name}: {np.count_nonzero(~np.isfinite(side))} of {side.size} numbers are not finite")
     if any(side.size < 2 or side.min() == side.max() for side in sides):
         return None
     return float(spearmanr(*sides).statistic)
+
+
+def spearman_within_layer(predicted: np.ndarray, drift: np.ndarray) -> float | None:
+    """Spearman's rank correlation with the layers' effect taken out, −1 to 1; both sides [n_layers, n_head].
+
+    Each side is ranked over all layers × heads (equal numbers share their mean rank), and each layer's mean rank is
+    subtracted; ρ is Pearson's correlation of what is left: the partial rank correlation given the layer, where layer is
+    a category. Heads of one layer count the more, the further apart they are among all.
+
+    None where a side says nothing within any layer: one head per layer, or a function of the layer alone. Raises
+    ValueError as `spearman`.
+    """
+    _check_sides(predicted, drift)
+    ranks = (rankdata(side).reshape(side.shape) for side in (predicted, drift))
+    # Ranks are halves of whole numbers: in a layer of equal ones the difference from their mean is exactly 0.
+    x, y = (side - side.mean(axis=1, keepdims=True) for side in ranks)
+    if not (x.any() and y.any()):
+        return None
+    return float(np.clip((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), -1, 1))
+
+
+def _check_sides(predicted: np.ndarray, drift: np.ndarray) -> None:
+    if predicted.shape != drift.shape:
+        raise ValueError(f"a predictor of shape {predicted.shape} against a drift of shape {drift.shape}")
+    for name, side in (("predictor", predicted), ("drift", drift)):
+        if not np.isfinite(side).all():
+            raise ValueError(f"{name}: {np.count_nonzero(~np.isfinite(side))} of {side.size} numbers are not finite")
 
 
 def _norms(vectors: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nexus import provenance
+from nexus import artifact, provenance
 from nexus.canonical import write_atomically
+from nexus.cells import Cell, CellStore, Samples, run_cells
 from nexus.config import CONF, ROOT, Config, ConfigError, as_config_error, from_hydra, load_params
 from nexus.locks import exclusive
+from nexus.progress import progress
 from nexus.sources import code_sha256, sampling_sha256
 
 Run = Callable[[Config, Path], Path]
@@ -159,6 +161,46 @@ def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
 def timed_cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
     """`cell_inputs` of an experiment that takes times: a time belongs to the machine, too."""
     return cell_inputs(name, cfg, model_sha256) | {"cpu": provenance.collect()["cpu"]}
+
+
+def measure_cells(cfg: Config, cells: Sequence[Cell], measure: Callable[[Cell], Samples], description: str) -> Samples:
+    """The samples of all cells, one after the other; cells measured earlier are not measured again, unless `cfg.force`.
+
+    `description` stands at the bar of progress. Raises CellStoreError, ValueError (see `run_cells`), and what `measure`
+    raises.
+    """
+    per_cell = run_cells(cells, measure, store=CellStore(), progress=progress, anew=cfg.force, description=description)
+    return [sample for samples in per_cell for sample in samples]
+
+
+def write_results(
+    name: str,
+    cfg: Config,
+    out: Path,
+    *,
+    tuple_: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    samples: Samples,
+    metrics: Mapping[str, Any],
+    isa: str,
+    threads: int | None = None,
+) -> Path:
+    """Path of the artifact, `<out>/<name>.json`, after it, its samples and the metrics are written.
+
+    tuple_     the model under test, `model_tuple.tuple_of`
+    rows       of the artifact, and the `samples` that they summarise (`artifact.write`)
+    metrics    the headline numbers (`write_metrics`)
+    isa        the kernels' instruction set
+    threads    the number of threads that measured; those of `cfg.runtime` without it
+
+    Raises ArtifactError for what the artifact's form refuses, ValueError for metrics that are not finite.
+    """
+    path = out / f"{name}.json"
+    origin = provenance.collect(isa=isa, threads=threads or cfg.runtime.n_threads)
+    artifact.write(path, experiment=name, tuple_=tuple_, config=cfg.resolved(name), rows=rows, samples=samples,
+                   provenance=origin)
+    write_metrics(out, name, metrics)
+    return path
 
 
 def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:

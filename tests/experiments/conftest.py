@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from experiments import compiled
-from nexus import cells, config
+from nexus import cells, config, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,8 @@ def folder(request, tmp_path_factory):
     experiment = request.module.EXPERIMENT
     folder = tmp_path_factory.mktemp(experiment.NAME)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "CellStore", lambda: cells.CellStore(folder / "cells"))
+        for module in (pipeline, experiment):
+            patch.setattr(module, "CellStore", lambda: cells.CellStore(folder / "cells"), raising=False)
         patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
         yield folder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from experiments import compiled, dkl_sweep
-from nexus import artifact, cells, config
+from nexus import artifact, cells, config, pipeline
 from nexus.runtime import Runtime
 from nexus.splice import PROBE_TOKENS
 
@@ -14,7 +14,7 @@ QUICK = ["model=smollm2-135m", "profile=quick", "dkl_sweep.offsets=[0,64]", "dkl
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """(config, folder) of a tiny sweep whose cells and blocks are kept in a temporary folder."""
-    monkeypatch.setattr(dkl_sweep, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
+    monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
     monkeypatch.setattr(compiled, "BLOCK_FOLDER", tmp_path / "blocks")
     return config.validate(config.compose(QUICK)), tmp_path
 
@@ -98,7 +98,7 @@ def test_a_real_sweep_has_exact_controls_resumes_and_repeats_itself(tiny, monkey
     assert again.read_bytes() == path.read_bytes()
     assert sum(decoded) == PROBE_TOKENS + 1
     # From an empty store, with blocks compiled anew: measured again, with the same bits.
-    monkeypatch.setattr(dkl_sweep, "CellStore", lambda: cells.CellStore(folder / "empty"))
+    monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(folder / "empty"))
     monkeypatch.setattr(compiled, "BLOCK_FOLDER", folder / "empty blocks")
     third = dkl_sweep.run(cfg, folder / "third")
     assert third.read_bytes() == path.read_bytes()

@@ -8,9 +8,10 @@ import pytest
 
 from experiments import gating_nogo
 from nexus import artifact
-from nexus.drift import PAPER, PREDICTORS, heads
+from nexus.drift import PREDICTORS, heads
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Runtime
+from nexus.tables import PAPER_PREDICTOR
 
 EXPERIMENT = gating_nogo
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
@@ -27,7 +28,8 @@ def study(folder, cfg):
 def synthetic(cfg, rho):
     return [
         {"n_past": n_past, "context": context, "predictor": predictor, "case": f"c{case}", "max_drift": 2.0 * case,
-         "mean_drift": 1.0 * case, "spearman_rho": rho(context, predictor, case)}
+         "mean_drift": 1.0 * case, "spearman_rho": rho(context, predictor, case),
+         "spearman_rho_within_layer": case / 10 if case < 5 else None}
         for n_past in cfg.gating_nogo.n_past for context in cfg.gating_nogo.contexts for case in range(8)
         for predictor in PREDICTORS
     ]
@@ -35,14 +37,20 @@ def synthetic(cfg, rho):
 
 def test_summary_has_one_row_per_cell_and_mixes_none(cfg):
     paper = {"on": 0.5, "off": 0.25}
-    samples = synthetic(cfg, lambda context, predictor, case: paper[context] if predictor == PAPER else case / 10)
+
+    def rho(context, predictor, case):
+        return paper[context] if predictor == PAPER_PREDICTOR else case / 10
+
+    samples = synthetic(cfg, rho)
     rows = gating_nogo.summarise(cfg, samples)
     assert [(row["n_past"], row["context"], row["predictor"]) for row in rows] == [
         (64, context, predictor) for context in ("on", "off") for predictor in PREDICTORS]
     for row in rows:
         assert row["max_drift"].value == 7 and row["mean_drift"].value == 3.5
         assert row["max_drift"].n == row["spearman_rho"].n == 8
-        if row["predictor"] == PAPER:
+        within = row["spearman_rho_within_layer"]
+        assert (within.n, within.value) == (5, pytest.approx(0.2)) and within.ci_low < 0.2 < within.ci_high
+        if row["predictor"] == PAPER_PREDICTOR:
             assert row["spearman_rho"].value == paper[row["context"]]
             assert row["spearman_rho"].method == "identical-samples"
         else:
@@ -50,7 +58,7 @@ def test_summary_has_one_row_per_cell_and_mixes_none(cfg):
             assert row["spearman_rho"].ci_low < 0.35 < row["spearman_rho"].ci_high
     assert gating_nogo.summarise(cfg, samples[::-1]) == rows
     numbers = gating_nogo.headline(rows)
-    assert numbers["mean_spearman_rho"] == numbers[PAPER] == pytest.approx(0.375)
+    assert numbers["mean_spearman_rho"] == numbers[PAPER_PREDICTOR] == pytest.approx(0.375)
     assert set(numbers) == {"mean_spearman_rho", *PREDICTORS}
 
 
@@ -111,6 +119,10 @@ def test_a_real_study_has_all_rows_and_resumes_to_the_same_bytes(folder, cfg, mo
     for sample in samples:
         assert 0 < sample["mean_drift"] < sample["max_drift"]
         assert -1 <= sample["spearman_rho"] <= 1
+        if sample["predictor"] == "layer_depth":
+            assert sample["spearman_rho_within_layer"] is None
+        else:
+            assert -1 <= sample["spearman_rho_within_layer"] <= 1
     # Drift belongs to the cell: no predictor changes it.
     assert len({(sample["context"], sample["case"], sample["mean_drift"]) for sample in samples}) == 4
     numbers = json.loads((folder / "first" / "metrics" / "gating_nogo.json").read_text())

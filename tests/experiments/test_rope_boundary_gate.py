@@ -6,7 +6,7 @@ import pytest
 
 from experiments import compiled, rope_boundary_gate
 from experiments.repair_bench import CONTEXT, WORK
-from experiments.rope_boundary_gate import BEHIND, FAITHFUL, WRONG, Gate
+from experiments.rope_boundary_gate import BEHIND, FAITHFUL, WRONG, Gate, scattered_name
 from nexus import artifact
 from nexus.cells import Cell
 from nexus.fidelity import divergence
@@ -32,25 +32,39 @@ def samples(gate):
     return gate.measure(Cell({"n_past": 64, "case": gate.bench.cases[0].id}, 1.0, "one"))
 
 
+def chosen_of(gate):
+    """The first case's tokens that are recomputed."""
+    return arm_of(scattered_name(25)).select(gate.bench.place(gate.bench.cases[0].id, BEHIND))
+
+
 def occupied(runtime):
     return [seq for seq in range(runtime.options.n_seq_max) if runtime.pos_max(seq) >= 0]
 
 
 def test_faithful_arms_have_one_cell_per_position_and_two_controls_have_more(gate, samples):
     n = len(gate.bench.blocks[gate.bench.cases[0].id])
-    count = int(np.ceil(n * 0.25))
-    found = {s["arm"].removeprefix("random-25 "): s["cells_per_position"] for s in samples}
+    count = len(chosen_of(gate))
+    found = {s["arm"].removeprefix("head-4+random-25 "): s["cells_per_position"] for s in samples}
     assert set(found) == {"noise_floor", "none", "suffix-25", "head-25%", *FAITHFUL, *WRONG}
     more = {"duplicates", "misplaced"}
     assert all(ratio == (1 + count / n if arm in more else 1) for arm, ratio in found.items())
-    assert {s["arm"].removeprefix("random-25 ") for s in samples if not s["faithful"]} == set(WRONG)
+    assert {s["arm"].removeprefix("head-4+random-25 ") for s in samples if not s["faithful"]} == set(WRONG)
 
 
-def test_every_way_recomputes_the_same_share(gate, samples):
-    n = len(gate.bench.blocks[gate.bench.cases[0].id])
-    expected = {"noise_floor": n, "none": 0}
+def test_every_way_recomputes_the_same_tokens_and_the_head_with_them(gate, samples):
+    n, chosen = len(gate.bench.blocks[gate.bench.cases[0].id]), chosen_of(gate)
+    share = int(np.ceil(n * 0.25))
+    assert chosen[:4].tolist() == [0, 1, 2, 3] and share <= len(chosen) <= share + 4
+    expected = {"noise_floor": n, "none": 0, "suffix-25": share, "head-25%": share}
     for s in samples:
-        assert s["recomputed"] == expected.get(s["arm"], int(np.ceil(n * 0.25)))
+        assert s["recomputed"] == expected.get(s["arm"], len(chosen))
+
+
+def test_order_matters_to_the_result(samples):
+    query = {s["arm"].removeprefix("head-4+random-25 "): s["dkl_nats"] for s in samples if s["probe"] == "query"}
+    faithful = abs(query["sequential"] - query["one-batch"])
+    print(query)
+    assert abs(query["descending"] - query["one-batch"]) > faithful
 
 
 def test_a_measurement_leaves_the_context_alone(gate, samples):
@@ -59,14 +73,14 @@ def test_a_measurement_leaves_the_context_alone(gate, samples):
 
 
 def test_wrong_caches_are_further_from_a_prefill_than_the_noise_floor(samples):
-    query = {s["arm"].removeprefix("random-25 "): s["dkl_nats"] for s in samples if s["probe"] == "query"}
+    query = {s["arm"].removeprefix("head-4+random-25 "): s["dkl_nats"] for s in samples if s["probe"] == "query"}
     assert query["noise_floor"] < 0.01
     assert all(query[arm] > query["noise_floor"] for arm in WRONG)
 
 
 def test_sequential_and_one_batch_recompute_the_same_tokens(gate, monkeypatch):
     bench, case_id = gate.bench, gate.bench.cases[0].id
-    chosen = arm_of("random-25").select(bench.place(case_id, BEHIND))
+    chosen = chosen_of(gate)
     assert len(runs_of(chosen)) > 2, "scattered"
     decoded: dict[str, list[tuple[int, int]]] = {}
     decode, scattered = Runtime.decode, Runtime.decode_scattered
@@ -110,7 +124,8 @@ def test_a_failing_fill_leaves_the_context_alone(gate):
 def test_a_real_run_has_all_rows_and_resumes_to_the_same_bytes(folder, cfg, monkeypatch):
     path = rope_boundary_gate.run(cfg, folder / "first")
     read = artifact.read(path)
-    arms = ["noise_floor", "none", "suffix-25", "head-25%", *(f"random-25 {arm}" for arm in FAITHFUL | WRONG)]
+    arms = ["noise_floor", "none", "suffix-25", "head-25%",
+            *(f"head-4+random-25 {arm}" for arm in FAITHFUL | WRONG)]
     assert [(row["arm"], row["probe"]) for row in read["rows"]] == [
         (arm, probe) for arm in arms for probe in ("query", "block_end")]
     assert all(row["n_past"] == 64 and row["dkl_nats"]["n"] == 1 for row in read["rows"])

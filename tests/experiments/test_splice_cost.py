@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from experiments import splice_cost
-from nexus import artifact, cells, config
+from nexus import artifact, cells, config, pipeline
 
 TINY = ["model=smollm2-135m", "profile=quick", "splice_cost.n_tokens=[50]", "splice_cost.n_ctx=[512]",
         "splice_cost.repetitions=10", "splice_cost.shift_pairs=3", "splice_cost.prefill_repetitions=1"]
@@ -12,7 +12,7 @@ TINY = ["model=smollm2-135m", "profile=quick", "splice_cost.n_tokens=[50]", "spl
 
 @pytest.mark.integration
 def test_every_cell_is_timed_and_parts_do_not_exceed_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(splice_cost, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
+    monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
     cfg = config.validate(config.compose(TINY))
     path = splice_cost.run(cfg, tmp_path)
     rows = artifact.read(path)["rows"]

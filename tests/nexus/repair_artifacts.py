@@ -87,7 +87,8 @@ def ttft(depths=DEPTHS, level=0.95):
 
 def gating_row(n_past, context, predictor, rho, level=0.95):
     return {"n_past": n_past, "context": context, "predictor": predictor, "max_drift": metric(20.0, 0.1, 10, level),
-            "mean_drift": metric(9.0, 0.1, 10, level), "spearman_rho": rho}
+            "mean_drift": metric(9.0, 0.1, 10, level), "spearman_rho": rho,
+            "spearman_rho_within_layer": metric(0.05, 0.1, 9, level)}
 
 
 def gating(rhos=None, level=0.95):

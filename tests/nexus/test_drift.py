@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from nexus import drift
-from nexus.drift import PREDICTORS, Known, heads, key_drift, spearman, unrotated
+from nexus.drift import PREDICTORS, Known, heads, key_drift, spearman, spearman_within_layer, unrotated
 from nexus.rope import Rope
+from nexus.tables import PAPER_PREDICTOR
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -154,7 +156,7 @@ def test_all_predictors_are_tested_above():
     assert set(PREDICTORS) == {
         "context_k_variance", "context_k_variance_rotated", "sink_key_norm", "context_shift", "context_value_shift",
         "block_key_norm", "block_k_variance", "layer_depth"}
-    assert drift.PAPER in PREDICTORS
+    assert PAPER_PREDICTOR in PREDICTORS
 
 
 def test_predictors_have_the_stated_values():
@@ -204,9 +206,49 @@ def test_no_rank_correlation_with_a_constant_side():
     assert spearman(values[:1, :1], values[:1, :1]) is None
 
 
-def test_rank_correlation_refuses_other_shapes_and_what_is_not_finite():
+@pytest.mark.parametrize("correlation", [spearman, spearman_within_layer])
+def test_rank_correlation_refuses_other_shapes_and_what_is_not_finite(correlation):
     values = np.arange(6.0).reshape(3, 2)
     with pytest.raises(ValueError, match="shape"):
-        spearman(values, values.T)
+        correlation(values, values.T)
     with pytest.raises(ValueError, match="drift: 1 of 6"):
-        spearman(values, np.where(values == 2, np.nan, values))
+        correlation(values, np.where(values == 2, np.nan, values))
+
+
+@pytest.mark.parametrize("predicted, drift, rho", [
+    # Both layers in order; none; one of two: what layers add is gone.
+    ([[0, 1], [2, 3]], [[10, 11], [50, 70]], 1), ([[0, 1], [2, 3]], [[11, 10], [70, 50]], -1),
+    ([[0, 1], [2, 3]], [[10, 11], [70, 50]], 0),
+    # Ranks 1 4 | 2 3 leave ∓1.5 | ∓0.5 and 1 2 | 3 4 leave ∓0.5 | ∓0.5: the pair that is further apart counts more.
+    ([[0, 9], [4, 5]], [[0, 1], [2, 3]], 2 / np.sqrt(5)),
+    ([[0, 9], [4, 5]], [[0, 1], [3, 2]], 1 / np.sqrt(5)),
+    # Ranks 1.5 1.5 3 leave −0.5 −0.5 1, and 1 2 3 leave −1 0 1.
+    ([[0, 0, 1]], [[0, 1, 2]], 1.5 / np.sqrt(1.5 * 2)),
+])
+def test_within_layers_ranks_have_the_stated_correlation(predicted, drift, rho):
+    assert spearman_within_layer(np.array(predicted), np.array(drift)) == pytest.approx(rho)
+
+
+def test_layers_alone_give_a_high_pooled_correlation_and_take_nothing_away_within():
+    depth = np.repeat(np.arange(24.0)[:, None], 2, axis=1)
+    reversed_heads = depth + np.array([0.1, 0])
+    drift_of_heads = depth + np.array([0, 0.1])
+    assert spearman(reversed_heads, drift_of_heads) > 0.99
+    assert spearman_within_layer(reversed_heads, drift_of_heads) == pytest.approx(-1)
+
+
+RANKED = arrays(np.int64, st.tuples(st.integers(1, 6), st.integers(1, 4)), elements=st.integers(-9, 9))
+
+
+@given(st.data())
+def test_within_layers_only_the_order_among_all_heads_counts(data):
+    predicted = data.draw(RANKED)
+    drift = data.draw(arrays(np.int64, predicted.shape, elements=st.integers(-9, 9)))
+    rho = spearman_within_layer(predicted, drift)
+    assert rho is None or -1 <= rho <= 1
+    assert spearman_within_layer(drift, predicted) == rho
+    assert spearman_within_layer(predicted**3, np.exp(drift)) == rho
+    opposite = spearman_within_layer(-predicted, drift)
+    assert opposite is None if rho is None else opposite == pytest.approx(-rho, abs=1e-12)
+    of_layer = np.broadcast_to(predicted[:, :1], predicted.shape)
+    assert spearman_within_layer(of_layer, drift) is None and spearman_within_layer(drift, of_layer) is None

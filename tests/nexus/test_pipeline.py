@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexus import pipeline
+from nexus import artifact, cells, pipeline, stats
+from nexus.cells import Cell
 from nexus.config import ROOT, Config, ConfigError, compose, params_text, validate
 from nexus.locks import LockedError
-from nexus.pipeline import execute, job_folder, one_line, stage, write_metrics
+from nexus.pipeline import execute, job_folder, measure_cells, one_line, stage, write_metrics, write_results
 from repository_copy import Copy, copy, pristine  # noqa: F401
 
 NAME = "dkl_sweep"
@@ -128,6 +129,37 @@ def test_stage_refuses_another_run_and_an_unknown_experiment(tmp_path: Path):
         with pytest.raises(ConfigError) as error:
             stage(name, params)
         assert str(error.value) == f"stage: {name!r} is not an experiment; there are {', '.join(sorted(known))}"
+
+
+def test_cells_are_measured_once_unless_forced_and_their_samples_joined_in_order(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path))
+    planned, seen = [Cell({"x": x}, 1.0, f"cell {x}") for x in (2, 1)], []
+
+    def measure(cell: Cell) -> list[dict]:
+        seen.append(cell.inputs["x"])
+        return [{"x": cell.inputs["x"], "i": i} for i in range(2)]
+
+    expected = [{"x": x, "i": i} for x in (2, 1) for i in range(2)]
+    assert measure_cells(validate(compose()), planned, measure, "cells") == expected
+    assert measure_cells(validate(compose()), planned, measure, "cells") == expected and seen == [2, 1]
+    assert measure_cells(validate(compose(["force=true"])), planned, measure, "cells") == expected
+    assert seen == [2, 1, 2, 1]
+
+
+def test_results_are_artifact_samples_and_metrics(tmp_path: Path):
+    cfg = validate(compose())
+    row = {"offset": 0, "arm": "bare", "probe": "query", "dkl_nats": stats.mean([0.1, 0.2], 0),
+           "top1": stats.wilson(2, 2)}
+    given = {"tuple_": {"model": "m", "model_sha256": "0" * 64, "embedder": None, "llama_cpp": "1"}, "rows": [row],
+             "samples": [{"dkl_nats": 0.1}, {"dkl_nats": 0.2}], "metrics": {"bare": 0.15}, "isa": "avx2"}
+    path = write_results(NAME, cfg, tmp_path, **given)
+    read = artifact.read(path)
+    assert path == tmp_path / f"{NAME}.json" and artifact.read_samples(path) == given["samples"]
+    assert (read["config"], read["tuple"]) == (cfg.resolved(NAME), given["tuple_"])
+    assert (read["provenance"]["isa"], read["provenance"]["threads"]) == ("avx2", cfg.runtime.n_threads)
+    assert json.loads((tmp_path / "metrics" / f"{NAME}.json").read_text()) == given["metrics"]
+    other = artifact.read(write_results(NAME, cfg, tmp_path, **given, threads=3))
+    assert other["provenance"]["threads"] == 3
 
 
 def test_metrics_have_numeric_leaves(tmp_path: Path):

@@ -115,15 +115,25 @@ def test_the_front_has_what_nothing_beats():
 
 def test_table_2_sets_the_published_numbers_beside_the_measured():
     text = tables.table2(synthetic.gating(), PUBLISHED)
-    paper, others = parsed(text)
+    paper, others, within = parsed(text)
     assert [row["n_past, tokens"] for row in paper] == ["256", "256", "1024", "1024", "2048", "2048"]
     assert paper[0] == {
         "n_past, tokens": "256", "context": "on", "max drift, published": "207", "measured": "20.0 [18.0, 22.0]",
         "mean drift, published": "105", "measured2": "9.00 [8.10, 9.90]", "Spearman ρ, published": "0.147",
-        "measured3": "0.300 [0.240, 0.360]", "n": "10"}
+        "measured3": "0.300 [0.240, 0.360]",
+        "ρ within layers": "0.0500 [0.0450, 0.0550]", "n": "10 / 10 / 10 / 9"}
     assert "published 0.193, measured 0.300. Target: 0.4." in text
     assert [row["predictor"] for row in others] == ["`sink_key_norm`", "`block_key_norm`"]
     assert others[1]["n_past 2048, context off"] == "0.200 [0.180, 0.220]"
+    assert [row["predictor"] for row in within] == [row["predictor"] for row in others]
+    assert {row["n_past 2048, context off"] for row in within} == {"0.0500 [0.0450, 0.0550]"}
+
+
+def test_table_2_leaves_out_what_an_older_artifact_has_not():
+    made = synthetic.gating()
+    for row in made["rows"]:
+        del row["spearman_rho_within_layer"]
+    assert {row["ρ within layers"] for row in parsed(tables.table2(made, PUBLISHED))[0]} == {tables.MISSING}
 
 
 def test_table_2_means_the_measured_rows_alone():
