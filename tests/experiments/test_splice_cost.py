@@ -57,7 +57,7 @@ def timed(total: float, memcpy: float, shift: float | None = None) -> list[dict]
 
 def test_the_summary_takes_medians_and_their_ratios():
     cfg = config.validate(config.compose(TINY))
-    contiguous, fragmented = splice_cost.summarise(cfg, [timed(10.0, 5.0, 1000.0), timed(8.0, 2.0)])
+    contiguous, fragmented = splice_cost.summarise(cfg, timed(10.0, 5.0, 1000.0) + timed(8.0, 2.0))
     assert (contiguous["cells"], fragmented["cells"]) == ("contiguous", "fragmented")
     assert contiguous["total_us"].value == 20 and contiguous["memcpy_us"].value == 10
     assert contiguous["total_per_memcpy"].value == 2 and fragmented["total_per_memcpy"].value == 4
