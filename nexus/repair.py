@@ -47,6 +47,8 @@ class Place:
     """Of the arms that sample."""
     true_values: np.ndarray | None = None
     """V of a full prefill, float[n_layers, n_tokens, width]: for the oracle alone."""
+    compiled_behind: str = "system"
+    """What the block was compiled behind (nexus/ensemble.py): a calibrated policy holds for no other."""
 
 
 def share_count(n_tokens: int, share_pct: float) -> int:
@@ -102,10 +104,6 @@ class Arm:
     name: str
     parts: tuple[tuple[str, float, bool], ...]
     """(family, amount, whether the amount is a share in percent) of each part."""
-
-    def count(self, n_tokens: int) -> int:
-        """How many tokens of a block are recomputed, before overlaps of parts."""
-        return min(n_tokens, sum(self._counts(n_tokens)))
 
     def select(self, place: Place) -> np.ndarray:
         """Ascending indices into the block's tokens, int[k]. Raises RepairError where the arm cannot choose here."""
@@ -193,21 +191,20 @@ def place_repaired(place: Place, indices: Sequence[int], then: np.ndarray | None
                    sequential: bool = False) -> np.ndarray | None:
     """Logits behind `then`, float32[n_vocab], or None without it. The block stands at position … position+n−1.
 
-    Tokens `indices` (ascending) are recomputed, the others keep the compiled keys and values; afterwards the sequence
-    has one cell per position and no other sequence has changed. `then` (int32[m], such as the user's query) is decoded
-    behind the block; a recomputed end of the block goes into the same batch.
+    Tokens `indices` (integers, ascending, each once) are recomputed, the others keep the compiled keys and values;
+    afterwards the sequence has one cell per position and no other sequence has changed. `then` (int32[m], such as the
+    user's query) is decoded behind the block; a recomputed end of the block goes into the same batch.
 
     A first run of indices (the head) is decoded first. Then `sequential` decodes run after run, each behind all earlier
     ones; otherwise the runs between head and end share one batch, where each sees the recomputed head and the compiled
     tokens before it: one pass over the weights instead of one per run (measured: `rope_boundary_gate`).
 
-    Raises SpliceRefused or RuntimeFailure, with the sequence cut back to what stood before the block.
+    Raises RepairError for other indices, SpliceRefused or RuntimeFailure, with the sequence cut back to what stood
+    before the block.
     """
     splicer, position, seq = place.splicer, place.position, place.seq
     runtime, n = splicer.runtime, len(place.tokens)
-    runs = runs_of(indices)
-    if runs and not (0 <= runs[0][0] and runs[-1][1] <= n):
-        raise RepairError(f"indices {runs[0][0]} … {runs[-1][1] - 1} do not lie in a block of {n} tokens")
+    runs = runs_of(_checked(indices, n))
     end = runtime.pos_max(seq)
     if end != position - 1:
         raise SpliceRefused(f"position {position} does not continue sequence {seq}, which ends at {end}")
@@ -236,6 +233,24 @@ def place_repaired(place: Place, indices: Sequence[int], then: np.ndarray | None
         runtime.seq_rm(runtime.scratch_seq)
         runtime.seq_rm(seq, position, -1)
         raise
+
+
+def _checked(indices: Sequence[int], n_tokens: int) -> np.ndarray:
+    """`indices` as int[k]. RepairError unless they are integers that ascend strictly within a block of n_tokens."""
+    indices = np.asarray(indices)
+    if indices.size == 0:
+        return np.empty(0, dtype=int)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise RepairError(f"indices are {indices.dtype}{list(indices.shape)}; give one list of integers")
+    indices = indices.astype(int)
+    falls = np.flatnonzero(np.diff(indices) <= 0)
+    if len(falls):
+        raise RepairError(f"indices do not ascend: {indices[falls[0] + 1]} follows {indices[falls[0]]}; sort them and "
+                          "give each once")
+    if indices[0] < 0 or indices[-1] >= n_tokens:
+        raise RepairError(f"indices {indices[0]} … {indices[-1]} do not lie in a block of {n_tokens} tokens; "
+                          f"give 0 … {n_tokens - 1}")
+    return indices
 
 
 def _decode_end(place: Place, begin: int, then: np.ndarray | None) -> np.ndarray | None:

@@ -65,6 +65,18 @@ def _positions(blob: np.ndarray) -> list[np.ndarray]:
     return [blob[begin:begin + size].view("<i4")[::3] for begin, size in ranges]
 
 
+def _integers(call: str, name: str, array: np.ndarray) -> np.ndarray:
+    """`array` as numpy array. RuntimeFailure unless it has one dimension and at least one integer."""
+    array = np.asarray(array)
+    if array.ndim != 1:
+        raise RuntimeFailure(f"{call}: {name} have {array.ndim} dimensions; give one list")
+    if len(array) == 0:
+        raise RuntimeFailure(f"{call}: no {name} given; give at least one")
+    if array.dtype.kind not in "iu":
+        raise RuntimeFailure(f"{call}: {name} are {array.dtype}; give integers")
+    return array
+
+
 def _text(std_string) -> str:
     return bytes(std_string).decode("utf-8", "replace") if not isinstance(std_string, str) else std_string
 
@@ -217,6 +229,25 @@ class Runtime:
             raise RuntimeFailure(f"decode at position {pos} of sequence {seq}: {max(seen) - min(seen)} cells of its "
                                  "sliding window were given to other sequences; remove it and decode it from its start")
 
+    def _token_ids(self, call: str, tokens: np.ndarray) -> np.ndarray:
+        """`tokens` as contiguous int32[n]. RuntimeFailure unless they are a list of at least one of the model's ids."""
+        tokens = _integers(call, "tokens", tokens)
+        if tokens.min() < 0 or tokens.max() >= self.model.n_vocab:
+            raise RuntimeFailure(f"{call}: tokens hold {tokens.min()} … {tokens.max()}; the model's token ids are "
+                                 f"0 … {self.model.n_vocab - 1}")
+        return np.ascontiguousarray(tokens, dtype=np.int32)
+
+    def _check_continues(self, call: str, seq: int, pos: int, n_tokens: int) -> None:
+        """Refuse positions pos … pos+n_tokens−1 that do not continue sequence `seq`, or cannot begin it."""
+        end = self.pos_max(seq)
+        if end >= 0 and pos != end + 1:
+            raise RuntimeFailure(f"{call}: position {pos} does not continue sequence {seq}, which ends at {end}")
+        if not 0 <= pos <= MOST_POSITION - n_tokens:
+            # llama.cpp takes a negative position and then refuses every later one, until the memory is cleared.
+            raise RuntimeFailure(f"{call}: position {pos} is out of range; begin a sequence at 0 or later")
+        if end >= 0:
+            self._check_window(seq, pos)
+
     def decode(self, tokens: np.ndarray, pos: int, seq: int, logits: bool = False,
                split: tuple[int, ...] = ()) -> np.ndarray | None:
         """Logits after the last token, float32[n_vocab], or None when not asked for.
@@ -225,27 +256,11 @@ class Runtime:
         `split` lists batch sizes to use first (the rest goes in batches of n_batch): equal splits give equal bits.
         On failure the sequence is cut back to `pos` and RuntimeFailure is raised.
         """
-        tokens = np.asarray(tokens)
         self._check_seq(seq)
-        if tokens.ndim != 1:
-            raise RuntimeFailure(f"decode: tokens have {tokens.ndim} dimensions; give one list of token ids")
-        if len(tokens) == 0:
-            raise RuntimeFailure("decode: no tokens given")
-        if tokens.dtype.kind not in "iu":
-            raise RuntimeFailure(f"decode: tokens are {tokens.dtype}; give token ids as integers")
-        if tokens.min() < 0 or tokens.max() >= self.model.n_vocab:
-            raise RuntimeFailure(f"decode: token ids must lie in 0 … {self.model.n_vocab - 1}")
+        tokens = self._token_ids("decode", tokens)
         if any(size <= 0 for size in split):
             raise RuntimeFailure(f"decode: split is {split}; every batch needs at least 1 token")
-        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
-        end = self.pos_max(seq)
-        if end >= 0 and pos != end + 1:
-            raise RuntimeFailure(f"decode: position {pos} does not continue sequence {seq}, which ends at {end}")
-        if not 0 <= pos <= MOST_POSITION - len(tokens):
-            # llama.cpp takes a negative position and then refuses every later one, until the memory is cleared.
-            raise RuntimeFailure(f"decode: position {pos} is out of range; begin a sequence at 0 or later")
-        if end >= 0:
-            self._check_window(seq, pos)
+        self._check_continues("decode", seq, pos, len(tokens))
         begin = 0
         for size in (*split, len(tokens)):
             part = tokens[begin:begin + size]
@@ -265,17 +280,39 @@ class Runtime:
     def decode_scattered(self, tokens: np.ndarray, positions: np.ndarray, seqs: np.ndarray) -> None:
         """Decode one batch of at most n_batch tokens, each at its own position of its own sequence (int32[n] each).
 
-        The positions of each sequence must continue it. On failure RuntimeFailure; the sequences are the caller's to
-        clean.
+        Sequences may be mixed; each one's positions must go up by 1 in the batch and continue it, or begin it at 0 or
+        later. On failure every sequence is cut back to what it held and RuntimeFailure is raised.
         """
+        call = "decode_scattered"
+        tokens = self._token_ids(call, tokens)
+        positions, seqs = _integers(call, "positions", positions), _integers(call, "sequences", seqs)
         if not len(tokens) == len(positions) == len(seqs) <= self.options.n_batch:
-            raise RuntimeFailure(f"decode_scattered: {len(tokens)} tokens, {len(positions)} positions and {len(seqs)} "
+            raise RuntimeFailure(f"{call}: {len(tokens)} tokens, {len(positions)} positions and {len(seqs)} "
                                  f"sequences; give as many of each, at most n_batch = {self.options.n_batch}")
-        arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in (tokens, positions, seqs)]
-        status = self._context.decode_scattered(*(array.ctypes.data for array in arrays), len(tokens))
+        for seq in (int(seqs.min()), int(seqs.max())):
+            self._check_seq(seq)
+        # Each sequence's tokens side by side, in the order of the batch. int64: differences must not wrap.
+        order = np.argsort(seqs, kind="stable")
+        owners, places = seqs[order], positions[order].astype(np.int64)
+        same, steps = owners[1:] == owners[:-1], np.diff(places)
+        gaps = np.flatnonzero(same & (steps != 1))
+        if len(gaps):
+            at = gaps[0]
+            raise RuntimeFailure(f"{call}: position {places[at + 1]} follows {places[at]} in sequence {owners[at]}; "
+                                 "give each sequence's tokens in the order of positions, one each")
+        begins = np.concatenate([[0], np.flatnonzero(~same) + 1])
+        lengths = np.diff(begins, append=len(owners))
+        runs = list(zip(owners[begins].tolist(), places[begins].tolist(), lengths.tolist()))
+        for run in runs:
+            self._check_continues(call, *run)
+        arrays = [tokens, *(np.ascontiguousarray(array, dtype=np.int32) for array in (positions, seqs))]
+        status = self.context.decode_scattered(*(array.ctypes.data for array in arrays), len(tokens))
         if status != 0:
+            for seq, begin, _ in runs:
+                self.seq_rm(seq, begin, -1)
             raise RuntimeFailure(f"decode of {len(tokens)} scattered tokens: llama_decode returned {status}; "
                                  f"is there room in {self.options.n_ctx} cells?")
+        self._shift_pending = False
 
     def logits(self) -> np.ndarray:
         """Logits of the last decode, float32[n_vocab]. They do not survive a restore: decode a token after one."""

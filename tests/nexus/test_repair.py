@@ -232,6 +232,19 @@ def test_indices_outside_of_the_block_are_refused(fresh, indices):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(("indices", "message"), [
+    ([3, 1], "1 follows 3"), ([0, 1, 1], "1 follows 1"), ([0, 5, 4], "4 follows 5"),
+    (np.array([5, 4], np.uint8), "4 follows 5"), ([0.0, 1.0], r"float64\[2\]"), ([True, False], r"bool\[2\]"),
+    ([[0, 1]], r"int64\[1, 2\]"),
+])
+def test_indices_that_are_no_ascending_integers_are_refused_before_anything_changes(fresh, indices, message):
+    before = fresh.cells(WORK)[1]
+    with pytest.raises(RepairError, match=message):
+        place_repaired(fresh.place(), indices)
+    assert fresh.cells(WORK)[1] == before
+
+
+@pytest.mark.integration
 def test_runs_beyond_the_free_sequences_are_recomputed_in_several_batches(fresh):
     chosen = np.arange(1, N_BLOCK - 1, 2)
     assert len(runs_of(chosen)) > len(free_sequences(fresh.runtime, WORK))

@@ -138,7 +138,8 @@ def test_after_close_every_call_is_refused_and_the_process_lives(smollm2):
     for call in (lambda: runtime.decode(TOKENS[:1], 4, 0), lambda: runtime.logits(), lambda: runtime.pos_min(0),
                  lambda: runtime.pos_max(0), lambda: runtime.seq_rm(0), lambda: runtime.seq_cp(0, 1),
                  lambda: runtime.seq_add(0, 0, -1, 1), lambda: runtime.can_shift(), lambda: runtime.clear(),
-                 lambda: runtime.state_get(0), lambda: runtime.state_set(0, blob), lambda: runtime.context):
+                 lambda: runtime.state_get(0), lambda: runtime.state_set(0, blob), lambda: runtime.context,
+                 lambda: scattered(runtime, [5], [4], [0])):
         with pytest.raises(RuntimeFailure, match="the runtime is closed"):
             call()
 
@@ -149,7 +150,8 @@ def test_a_closed_model_is_refused_by_itself_and_by_its_runtimes(smollm2):
     model.close()
     for call in (lambda: model.tokenize("a"), lambda: model.detokenize(TOKENS), lambda: model.meta("x"),
                  lambda: model.chat_template, lambda: model.chat_message("user", "x"), lambda: runtime.pos_max(0),
-                 lambda: runtime.decode(TOKENS[:1], 0, 0), lambda: Runtime(model, OPTIONS)):
+                 lambda: runtime.decode(TOKENS[:1], 0, 0), lambda: scattered(runtime, [5], [0], [0]),
+                 lambda: Runtime(model, OPTIONS)):
         with pytest.raises(RuntimeFailure, match="is closed"):
             call()
 
@@ -468,7 +470,7 @@ def test_scattered_arrays_of_another_type_and_stride_are_read_as_ids(runtime, wo
 
 
 @pytest.mark.parametrize(("n_tokens", "n_positions", "n_seqs"), [
-    (2, 1, 2), (2, 2, 1), (1, 2, 2), (0, 1, 1), (OPTIONS.n_batch + 1,) * 3])
+    (2, 1, 2), (2, 2, 1), (1, 2, 2), (OPTIONS.n_batch + 1,) * 3])
 def test_scattered_arrays_of_other_lengths_or_beyond_a_batch_are_refused(runtime, n_tokens, n_positions, n_seqs):
     with pytest.raises(RuntimeFailure, match=f"{n_tokens} tokens, {n_positions} positions and {n_seqs} sequences; "
                                              "give as many of each, at most n_batch = 64"):
@@ -481,30 +483,63 @@ def test_a_whole_batch_of_scattered_tokens_is_taken(runtime):
     assert runtime.pos_max(0) == OPTIONS.n_batch - 1
 
 
-@pytest.mark.parametrize(("tokens", "positions", "seqs"), [
-    ([], [], []), ([10**7], [0], [0]), ([-1], [0], [0]), ([5], [0], [OPTIONS.n_seq_max]), ([5], [0], [-1]),
-    ([5, 6], [0, 2], [0, 0])])
-def test_scattered_tokens_that_llama_cpp_does_not_take_are_an_error(runtime, tokens, positions, seqs):
-    with pytest.raises(RuntimeFailure, match="scattered tokens: llama_decode returned"):
-        scattered(runtime, tokens, positions, seqs)
+@pytest.fixture
+def untouched(runtime, words, monkeypatch):
+    """Sequences 0 and 1 of 40 and 25 tokens, 2 empty: unchanged afterwards, llama.cpp was asked to decode nothing."""
+    two_sequences(runtime, words)
+    before = [runtime.state_get(seq) for seq in range(OPTIONS.n_seq_max)]
+
+    class Reached:
+        def __init__(self, context):
+            self.context = context
+
+        def __getattr__(self, name):
+            assert "decode" not in name, "llama.cpp was asked"
+            return getattr(self.context, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_context", Reached(runtime.context))
+        yield runtime
+    for seq, blob in enumerate(before):
+        np.testing.assert_array_equal(blob, runtime.state_get(seq))
 
 
-def test_scattered_tokens_without_room_are_an_error(runtime):
+@pytest.mark.parametrize(("tokens", "positions", "seqs", "message"), [
+    ([], [], [], "no tokens"), ([5], [], [0], "no positions"), ([5], [40], [], "no sequences"),
+    ([10**7], [40], [0], "token ids"), ([5, -1], [40, 41], [0, 0], "tokens hold -1 … 5"),
+    ([2**32 + 5], [40], [0], "token ids"), ([5], [40], [2**32], "sequence 4294967296 does not exist"),
+    ([5], [40], [OPTIONS.n_seq_max], "sequence 4 does not exist; n_seq_max is 4"),
+    ([5, 6], [40, 0], [0, -1], "sequence -1"), ([5], [-1], [2], "position -1 is out of range"),
+    ([5], [2**31], [2], "out of range"), ([5], [39], [0], "which ends at 39"),
+    ([5], [41], [0], "position 41 does not continue sequence 0"),
+    ([5, 6], [40, 40], [0, 1], "does not continue sequence 1"),
+    ([5, 6], [40, 40], [0, 0], "position 40 follows 40 in sequence 0"), ([5, 6], [41, 40], [0, 0], "40 follows 41"),
+    ([5, 6, 7], [40, 0, 42], [0, 2, 0], "42 follows 40 in sequence 0"), ([5, 6], [0, 2], [2, 2], "2 follows 0"),
+    ([5, 6], [0, 2**63 + 1], [2, 2], "follows 0"), ([5.0], [40], [0], "tokens are float64"),
+    ([5], [40.0], [0], "positions are float64"), ([5], [40], [False], "sequences are bool"),
+    ([[5]], [40], [0], "tokens have 2 dimensions"), ([5], [[40]], [0], "positions have 2"),
+    ([5], [40], 0, "sequences have 0"),
+])
+def test_scattered_input_is_refused_before_llama_cpp_sees_it(untouched, tokens, positions, seqs, message):
+    with pytest.raises(RuntimeFailure, match=f"decode_scattered: .*{message}|^{message}"):
+        untouched.decode_scattered(tokens, positions, seqs)
+
+
+def test_scattered_tokens_of_mixed_sequences_continue_each_or_begin_it_anywhere(runtime, words):
+    two_sequences(runtime, words)
+    scattered(runtime, words[70:76], [25, 40, 7, 26, 41, 8], [1, 0, 2, 1, 0, 2])
+    assert [(runtime.pos_min(seq), runtime.pos_max(seq)) for seq in (0, 1, 2)] == [(0, 41), (0, 26), (7, 8)]
+
+
+def test_scattered_decodes_apply_a_pending_shift(runtime):
+    fill(runtime, 10)
+    runtime.seq_add(0, 4, -1, 7)
+    scattered(runtime, [5], [17], [0])
+    assert len(runtime.state_get(0)), "a pending shift would be refused"
+
+
+def test_scattered_tokens_without_room_are_an_error_and_change_nothing(runtime):
     fill(runtime, N_CTX - 1)
     with pytest.raises(RuntimeFailure, match="is there room in 256 cells"):
         scattered(runtime, TOKENS[:2], [0, 0], [1, 2])
-
-
-@pytest.mark.xfail(strict=True, reason="decode_scattered asks _context and not context, so that llama.cpp gets a null")
-def test_a_closed_runtime_decodes_nothing_scattered(smollm2, monkeypatch):
-    class Context:
-        """In place of the closed one, which would end the process."""
-
-        def decode_scattered(self, *_):
-            return 0
-
-    closed = Runtime(smollm2, OPTIONS)
-    closed.close()
-    monkeypatch.setattr(closed, "_context", Context())
-    with pytest.raises(RuntimeFailure, match="closed"):
-        scattered(closed, [5], [0], [0])
+    assert [runtime.pos_max(seq) for seq in (0, 1, 2)] == [N_CTX - 2, -1, -1]
