@@ -1,6 +1,7 @@
 """Blocks of the workload as `.atb` files: compiled when missing, else read from the block folder."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 from nexus.blocks import BlockError, BlockFile, compile_blocks, context_hash, write_block
 from nexus.config import ROOT
 from nexus.ensemble import mean_block
+from nexus.native import KERNELS
 from nexus.progress import progress
-from nexus.provenance import source_digest
+from nexus.provenance import cpu_model, source_digest, version
 from nexus.runtime import Runtime
 
 BLOCK_FOLDER = ROOT / ".nexus" / "blocks"
@@ -26,7 +28,7 @@ def compiled_blocks(runtime: Runtime, lefts: Sequence[np.ndarray],
     options = runtime.options
     behind = "-".join(f"{context_hash(left):016x}"[: 16 if len(lefts) == 1 else 8] for left in lefts)
     folder = BLOCK_FOLDER / (f"{runtime.model.sha256[:12]}-{behind}-b{options.n_batch}"
-                             f"-t{options.n_threads}-fa{int(options.flash_attention)}-{_code()[:8]}")
+                             f"-t{options.n_threads}-fa{int(options.flash_attention)}-{_maker()[:8]}")
     paths = {name: folder / f"{context_hash(ids):016x}.atb" for name, ids in tokens.items()}
     missing = [name for name in tokens if not _usable(paths[name], runtime)]
     if missing:
@@ -51,5 +53,8 @@ def _usable(path: Path, runtime: Runtime) -> bool:
         return False
 
 
-def _code() -> str:
-    return source_digest(ROOT / "nexus" / name for name in ("blocks.py", "ensemble.py", "runtime.py"))
+def _maker() -> str:
+    """SHA-256 (64 hex digits) of what computes and writes the blocks: code, kernels, llama.cpp's build and the CPU."""
+    code = [*(ROOT / "nexus" / name for name in ("blocks.py", "ensemble.py", "runtime.py")), *KERNELS.glob("*.hpp")]
+    parts = (source_digest(code), version("llama-cpp-python"), cpu_model())
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()

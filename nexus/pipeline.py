@@ -148,19 +148,21 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
 
 
 def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
-    """What all cells of the experiment depend on: configuration, weights, texts, and the code that samples."""
+    """What all cells of the experiment depend on: configuration, weights, texts, llama.cpp and the code that samples."""
     return {
         "experiment": name,
         "config": cfg.resolved(name),
         "model_sha256": model_sha256,
         "texts": _texts(cfg),
+        # Another build computes other bits.
+        "llama_cpp": provenance.version("llama-cpp-python"),
         "code": sampling_sha256(f"experiments.{name}"),
     }
 
 
 def timed_cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
     """`cell_inputs` of an experiment that takes times: a time belongs to the machine, too."""
-    return cell_inputs(name, cfg, model_sha256) | {"cpu": provenance.collect()["cpu"]}
+    return cell_inputs(name, cfg, model_sha256) | {"cpu": provenance.cpu_model()}
 
 
 def measure_cells(cfg: Config, cells: Sequence[Cell], measure: Callable[[Cell], Samples], description: str) -> Samples:

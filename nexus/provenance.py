@@ -44,7 +44,7 @@ def collect(*, isa: str | None = None, threads: int | None = None, llama_cpp: st
     return {
         "git_commit": commit,
         "git_dirty": dirty,
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(logical=True),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
@@ -53,8 +53,31 @@ def collect(*, isa: str | None = None, threads: int | None = None, llama_cpp: st
         "isa": isa,
         "threads": threads,
         "llama_cpp": llama_cpp,
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES},
     }
+
+
+def cpu_model() -> str:
+    """The CPU's model name as the system tells it; its architecture where it tells none."""
+    try:
+        if platform.system() == "Darwin":
+            return _run(["sysctl", "-n", "machdep.cpu.brand_string"])
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except (OSError, subprocess.SubprocessError):
+        pass
+    # Linux on arm lists no model name.
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    """The installed version of a Python package, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:
@@ -103,24 +126,3 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=30)
     return finished.stdout.strip()
-
-
-def _cpu_model() -> str:
-    try:
-        if platform.system() == "Darwin":
-            return _run(["sysctl", "-n", "machdep.cpu.brand_string"])
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
-    # Linux on arm lists no model name.
-    return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

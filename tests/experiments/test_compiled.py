@@ -69,9 +69,11 @@ def test_what_bits_depend_on_has_a_folder_of_its_own(runtime, smollm2, folder, m
     for change in ({"n_batch": 32}, {"flash_attention": False}, {"n_threads": 2}):
         with Runtime(smollm2, dataclasses.replace(OPTIONS, **change)) as other:
             compiled_blocks(other, [ONE], {"first": FIRST})
-    monkeypatch.setattr(compiled, "_code", lambda: "other code")
-    compiled_blocks(runtime, [ONE], {"first": FIRST})
-    assert len(list(folder.iterdir())) == 8
+    for name in ("source_digest", "version", "cpu_model"):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, name, lambda *_: "another")
+            compiled_blocks(runtime, [ONE], {"first": FIRST})
+    assert len(list(folder.iterdir())) == 10
     assert all(len(list(each.iterdir())) == 1 for each in folder.iterdir())
 
 
@@ -82,3 +84,10 @@ def test_a_damaged_file_is_compiled_again_to_the_same_bytes(runtime, damage):
     flipped = good[:8] + bytes([good[8] ^ 0xFF]) + good[9:]
     path.write_bytes({"cut": good[:-1], "flip": flipped, "empty": b""}[damage])
     assert compiled_blocks(runtime, [ONE, TWO], {"first": FIRST})["first"].path.read_bytes() == good
+
+
+def test_the_kernels_and_the_code_are_part_of_a_name(monkeypatch):
+    read = []
+    monkeypatch.setattr(compiled, "source_digest", lambda paths: read.extend(path.name for path in paths))
+    compiled._maker()
+    assert {"blocks.py", "ensemble.py", "runtime.py", "tool_block.hpp", "kv_state.hpp", "llama_session.hpp"} <= set(read)

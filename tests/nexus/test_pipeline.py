@@ -73,6 +73,14 @@ def test_changed_artifact_is_measured_again(places: Path, monkeypatch, change: s
     assert run.runs == 2
 
 
+def test_cells_depend_on_the_build_of_llama_cpp_and_timed_ones_on_the_cpu(monkeypatch):
+    cfg = validate(compose())
+    before, timed = (inputs(NAME, cfg, "ab") for inputs in (pipeline.cell_inputs, pipeline.timed_cell_inputs))
+    assert timed == before | {"cpu": pipeline.provenance.cpu_model()}
+    monkeypatch.setattr(pipeline.provenance, "version", lambda package: f"another {package}")
+    assert pipeline.cell_inputs(NAME, cfg, "ab") == before | {"llama_cpp": "another llama-cpp-python"} != before
+
+
 def test_other_experiments_config_does_not_measure_again(places: Path):
     run, out = Counted(), places / "out"
     execute(NAME, run, validate(compose()), out)

@@ -51,6 +51,12 @@ def test_collect_identifies_nobody():
     assert str(provenance.PROJECT_ROOT) not in text
 
 
+def test_what_measurements_are_keyed_by_is_what_collect_states():
+    found = provenance.collect()
+    assert provenance.cpu_model() == found["cpu"]
+    assert provenance.version("llama-cpp-python") == found["versions"]["llama-cpp-python"]
+
+
 def test_missing_package_is_none(monkeypatch):
     monkeypatch.setattr(provenance, "PACKAGES", ("numpy", "no-such-package-at-all"))
     assert provenance.collect()["versions"]["no-such-package-at-all"] is None
