@@ -1,7 +1,8 @@
 """What decides how much of a spliced block is repaired at a depth: the published schedule, or a calibrated table.
 
-Both answer `arm(n_past)`. The calibrated policy is the default (`default_policy`): it takes, per depth, the cheapest
-arm that held a stated divergence on a calibration set, and prefills the block where none did.
+Both answer `arm(n_past)` and `compiled_behind(n_past)`. The calibrated policy is the default (`default_policy`): it
+takes, per depth, the cheapest arm that held a stated divergence on a calibration set, and prefills the block where none
+did and outside of the measured depths.
 """
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ class Policy(Protocol):
 
     def arm(self, n_past: int) -> Arm:
         """The arm for a block behind `n_past` tokens."""
+
+    def compiled_behind(self, n_past: int) -> str | None:
+        """What a block must be compiled behind (nexus/ensemble.py) for that arm to hold; None for anything."""
 
 
 def schedule_pct(n_past: int, max_splice_pos: int = 256, recompute_pct: float = 5.0,
@@ -59,6 +63,10 @@ class Schedule:
         pct = self.pct(n_past)
         # Not through a name: rounding the share to text may add a token.
         return arm_of("full") if pct == 100.0 else Arm(f"suffix-{pct:g}", (("suffix", pct, True),))
+
+    def compiled_behind(self, n_past: int) -> None:
+        """None: the published schedule does not say what it was measured behind."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,11 @@ def calibrate(candidates: Mapping[int, Sequence[Candidate]], epsilon_nats: float
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The arm calibrated for the next deeper measured depth. Behind the deepest one blocks are prefilled."""
+    """The arm calibrated for the next deeper measured depth; before the shallowest and behind the deepest, a prefill.
+
+    That a depth's arm also holds a little before it, down to the next shallower measured depth, is an assumption: the
+    bound was checked at the measured depths only.
+    """
 
     choices: tuple[Choice, ...]
 
@@ -137,15 +149,22 @@ class Calibrated:
                          for row in rows))
 
     def choice(self, n_past: int) -> Choice | None:
-        """What was calibrated for the next deeper measured depth; None behind the deepest."""
+        """What was calibrated for the next deeper measured depth; None before the shallowest and behind the deepest."""
         if n_past < 0:
             raise RepairError(f"n_past is {n_past}; a depth is not negative")
+        if n_past < min((choice.n_past for choice in self.choices), default=0):
+            return None
         return min((choice for choice in self.choices if choice.n_past >= n_past), key=lambda choice: choice.n_past,
                    default=None)
 
     def arm(self, n_past: int) -> Arm:
         choice = self.choice(n_past)
         return arm_of(choice.arm if choice else "full")
+
+    def compiled_behind(self, n_past: int) -> str | None:
+        """What the arm was calibrated for; None where the block is prefilled, whatever it was compiled behind."""
+        choice = self.choice(n_past)
+        return None if choice is None or choice.arm == "full" else choice.compiled_behind
 
 
 def default_policy(path: Path | str, model_sha256: str) -> Calibrated:
@@ -158,6 +177,14 @@ def default_policy(path: Path | str, model_sha256: str) -> Calibrated:
 
 def splice_with(policy: Policy, place: Place, n_past: int,
                 then: np.ndarray | None = None) -> tuple[np.ndarray | None, int]:
-    """(logits behind `then` or None, tokens recomputed) after the block was placed and repaired as the policy says."""
+    """(logits behind `then` or None, tokens recomputed) after the block was placed and repaired as the policy says.
+
+    Raises RepairError, before anything changes, where the policy was calibrated for blocks compiled behind another text
+    than this one, and whatever `place_repaired` raises.
+    """
+    needed = policy.compiled_behind(n_past)
+    if needed not in (None, place.compiled_behind):
+        raise RepairError(f"the block was compiled behind {place.compiled_behind!r}, the policy at depth {n_past} was "
+                          f"calibrated for {needed!r}; make such blocks: nexus compile --behind {needed}")
     chosen = policy.arm(n_past).select(place)
     return place_repaired(place, chosen, then), len(chosen)

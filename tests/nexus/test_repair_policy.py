@@ -179,12 +179,12 @@ def test_a_chosen_arms_bound_never_exceeds_epsilon_and_no_cheaper_arm_held_it(me
 # --- the calibrated policy
 
 
-@pytest.mark.parametrize(("n_past", "arm"), [(0, "head-16"), (256, "head-16"), (257, "full"), (512, "full"),
+@pytest.mark.parametrize(("n_past", "arm"), [(0, "full"), (255, "full"), (256, "head-16"), (257, "full"), (512, "full"),
                                              (513, "head-10%"), (1024, "head-10%"), (1025, "full"), (9999, "full")])
-def test_the_next_deeper_depth_decides_and_behind_the_deepest_all_is_prefilled(n_past, arm):
+def test_the_next_deeper_depth_decides_and_outside_of_the_measured_ones_all_is_prefilled(n_past, arm):
     policy = Calibrated(CHOICES)
     assert policy.arm(n_past) == arm_of(arm)
-    assert (policy.choice(n_past) is None) == (n_past > 1024)
+    assert (policy.choice(n_past) is None) == (not 256 <= n_past <= 1024)
 
 
 @pytest.mark.parametrize("choices", [CHOICES, ()])
@@ -233,6 +233,25 @@ def test_a_splice_by_policy_recomputes_what_its_arm_chooses(policy, monkeypatch)
     placed = []
     monkeypatch.setattr(repair_policy, "place_repaired",
                         lambda place, indices, then: placed.append((indices.tolist(), then)) or "logits")
-    place = Place(None, None, np.arange(200), 300, 1)
+    behind = policy.compiled_behind(600) or "anything"
+    place = Place(None, None, np.arange(200), 300, 1, compiled_behind=behind)
     assert splice_with(policy, place, 600, "query") == ("logits", len(chosen(policy, 600)))
     assert placed == [(chosen(policy, 600), "query")]
+
+
+def test_a_block_compiled_behind_another_text_than_calibrated_is_refused_with_both_names(monkeypatch):
+    placed = []
+    monkeypatch.setattr(repair_policy, "place_repaired", lambda *_: placed.append(1))
+    block = Place(None, None, np.arange(200), 300, 1)
+    with pytest.raises(RepairError, match="behind 'system', the policy at depth 600 was .* for 'ensemble-4x256'"):
+        splice_with(Calibrated(CHOICES), block, 600)
+    assert not placed
+    for policy, n_past in ((Calibrated(CHOICES), 256), (Schedule(), 600)):
+        splice_with(policy, block, n_past)
+
+
+@pytest.mark.parametrize("n_past", [0, 300, 2000])
+def test_a_prefill_takes_a_block_compiled_behind_anything(n_past, monkeypatch):
+    monkeypatch.setattr(repair_policy, "place_repaired", lambda place, indices, then: None)
+    block = Place(None, None, np.arange(200), 300, 1, compiled_behind="preamble-8")
+    assert splice_with(Calibrated(CHOICES), block, n_past) == (None, 200)
