@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     compile_ = command("compile", _compile, "compile the tools of a registry file to .atb blocks")
     compile_.add_argument("registry", type=Path, help="JSON file of tools")
     compile_.add_argument("--out", type=Path, required=True, help="folder for the blocks")
+    compile_.add_argument("--behind", default="system", metavar="NAME",
+                          help="what to compile behind: system (default), preamble-<tokens>, ensemble-<texts>x<tokens>")
     _add_choices(compile_)
 
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")

@@ -29,17 +29,24 @@ def load_preambles(path: str | Path) -> list[str]:
     return texts
 
 
+def parse_behind(behind: str) -> tuple[int, int]:
+    """(texts, tokens of each) of a name; (0, 0) for the system prompt alone. BlockError for another name."""
+    if behind == "system":
+        return 0, 0
+    found = re.fullmatch(r"preamble-([1-9]\d*)|ensemble-([1-9]\d*)x([1-9]\d*)", behind)
+    if not found:
+        raise BlockError(f"compiled_behind: {behind!r} is not system, preamble-<tokens> or ensemble-<texts>x<tokens>")
+    return (1, int(found[1])) if found[1] else (int(found[2]), int(found[3]))
+
+
 def left_contexts(model: Model, system: np.ndarray, behind: str, preambles: Sequence[str]) -> list[np.ndarray]:
     """The token ids that a block is compiled behind, one int32[n] per member of the ensemble, all of one length.
 
     Raises BlockError for another name, PromptError where a text is too short.
     """
-    if behind == "system":
+    members, n_tokens = parse_behind(behind)
+    if members == 0:
         return [system]
-    found = re.fullmatch(r"preamble-([1-9]\d*)|ensemble-([1-9]\d*)x([1-9]\d*)", behind)
-    if not found:
-        raise BlockError(f"compiled_behind: {behind!r} is not system, preamble-<tokens> or ensemble-<texts>x<tokens>")
-    members, n_tokens = (1, int(found[1])) if found[1] else (int(found[2]), int(found[3]))
     if members > len(preambles):
         raise BlockError(f"compiled_behind: {behind} needs {members} preambles, there are {len(preambles)}; add texts")
     return [np.concatenate([system, conversation_tokens(model, [{"role": "user", "content": text}], n_tokens)])
@@ -58,7 +65,13 @@ def mean_block(blocks: Sequence[Block]) -> Block:
     for other in blocks[1:]:
         if other.anchor != first.anchor or not np.array_equal(other.tokens, first.tokens):
             raise BlockError("an ensemble averages blocks of the same tokens at the same anchor; compile them alike")
-    hashes = np.array([block.left_context_hash for block in blocks], dtype=np.uint64).view(np.int32)
-    return Block(first.tokens, first.anchor, context_hash(hashes),
+    return Block(first.tokens, first.anchor, joint_hash([block.left_context_hash for block in blocks]),
                  *(np.mean([getattr(block, part) for block in blocks], axis=0, dtype=np.float32).astype(np.float16)
                    for part in ("k", "v")))
+
+
+def joint_hash(hashes: Sequence[int]) -> int:
+    """The `left_context_hash` of a mean of blocks from the members' own; a single one stays as it is."""
+    if len(hashes) == 1:
+        return hashes[0]
+    return context_hash(np.array(hashes, dtype=np.uint64).view(np.int32))

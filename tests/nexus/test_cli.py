@@ -50,7 +50,18 @@ def test_doctor_and_compile_are_handed_over(monkeypatch, tmp_path: Path):
     assert cli.main(["doctor"]) == 3
     assert cli.main(["compile", "tools.json", "--out", str(tmp_path), "--model", "smollm2-135m", "--profile", "quick"]) == 1
     assert (seen["args"].registry, seen["args"].out) == (Path("tools.json"), tmp_path)
-    assert seen["cfg"].run_name == "smollm2-135m.quick"
+    assert seen["cfg"].run_name == "smollm2-135m.quick" and seen["args"].behind == "system"
+    cli.main(["compile", "tools.json", "--out", str(tmp_path), "--behind", "ensemble-4x256"])
+    assert seen["args"].behind == "ensemble-4x256"
+
+
+@pytest.mark.parametrize("behind", ["ensemble-4", "preamble-0", "System"])
+def test_compiling_behind_another_name_is_one_line(behind: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.delenv("NEXUS_DEBUG", raising=False)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert cli.main(["compile", "none.json", "--out", str(tmp_path), "--behind", behind]) == 1
+    assert capsys.readouterr().err == (f"nexus: compiled_behind: {behind!r} is not system, preamble-<tokens> or "
+                                       "ensemble-<texts>x<tokens>\n")
 
 
 def test_verify_ends_with_one_for_differences(monkeypatch, capsys):
