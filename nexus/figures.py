@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -26,6 +27,7 @@ STYLES = {
 }
 PROBE_TITLES = {"query": "behind the user's query", "block_end": "right behind the block"}
 PROTOCOL_TITLES = {"cold": "Cold: context, block and query", "warm": "Warm: the context is resident"}
+# Where there are more curves, arms or fills than styles, these begin again: nothing is left out.
 CURVE_STYLES = (
     {"color": "#0072B2", "marker": "o", "linestyle": "-"}, {"color": "#D55E00", "marker": "s", "linestyle": "--"},
     {"color": "#56B4E9", "marker": "p", "linestyle": (0, (3, 3))},
@@ -111,10 +113,10 @@ def figure4(artifact: dict, published: dict) -> Figure:
             here = at(rows, protocol=protocol)
             panel.axhline(1, color="#333333", linewidth=0.8)
             drawn = [(f"schedule R(n), K = {curve:g}", {"curve_k": curve}, style)
-                     for curve, style in zip(curves, CURVE_STYLES)]
+                     for curve, style in zip(curves, cycle(CURVE_STYLES))]
             if protocol == "warm":
                 drawn += [(arm, {"curve_k": None, "arm": arm}, style)
-                          for arm, style in zip(_best_others(here), OTHER_STYLES)]
+                          for arm, style in zip(_best_others(here), cycle(OTHER_STYLES))]
             for i, (name, keys, style) in enumerate(drawn):
                 cells = [row for row in at(here, **keys) if value_of(row["speedup"]) is not None]
                 if cells:
@@ -123,7 +125,7 @@ def figure4(artifact: dict, published: dict) -> Figure:
                     label = name + _divergence_range(at(rows, **keys))
                     handles[label] = _speedups(panel, places, shift, cells, {**style, "label": label})
             if protocol == claims["protocol"]:
-                for curve, style in zip(curves, CURVE_STYLES):
+                for curve, style in zip(curves, cycle(CURVE_STYLES)):
                     cells = [row | {"speedup": {"value": row["speedup"], "ci_low": row["ci"][0],
                                                 "ci_high": row["ci"][1]}}
                              for row in at(claims["rows"], curve_k=curve)]
@@ -149,7 +151,7 @@ def frontier(artifact: dict) -> Figure:
     """Divergence behind the query against warm speed-up of every arm, a panel per depth, each with its Pareto front."""
     rows = at(artifact["rows"], probe="query")
     depths = sorted(n_past for (n_past,) in distinct(rows, "n_past"))
-    fills = dict(zip((behind for (behind,) in distinct(methods(rows), "compiled_behind")), FILLS))
+    fills = dict(zip((behind for (behind,) in distinct(methods(rows), "compiled_behind")), cycle(FILLS)))
     handles = {}
     across = min(2, len(depths))
     down = -(-len(depths) // across)

@@ -164,6 +164,29 @@ def test_figure_4_draws_schedules_published_markers_and_the_best_others():
         pytest.approx(ci) for ci in ((1.62, 1.67), (1.23, 1.25), (0.97, 1.00), (0.99, 1.00))]
 
 
+def test_figure_4_draws_more_schedules_and_arms_than_there_are_styles():
+    made = repair_artifacts.ttft()
+    curves = [2.0, 4.0, 8.0, 16.0, 32.0]
+    arms = [f"head-{i}" for i in range(len(figures.OTHER_STYLES) + 2)]
+    made["rows"] = [
+        *(repair_artifacts.ttft_row("suffix-R(n)", n_past, "warm", 2.0 + curve, 0.01, curve)
+          for n_past in (256, 512) for curve in curves),
+        # Each is faster and further from the prefill than the last, so that none is beaten.
+        *(repair_artifacts.ttft_row(arm, n_past, "warm", 3.0 + i, 0.01 * (i + 1))
+          for n_past in (256, 512) for i, arm in enumerate(arms))]
+    panel, = figures.figure4(made, PUBLISHED).axes
+    drawn = {container.get_label().split(" (KL")[0] for container in panel.containers}
+    assert drawn == {f"schedule R(n), K = {curve:g}" for curve in curves} | set(arms)
+
+
+def test_the_frontier_names_more_origins_than_there_are_fills():
+    origins = [f"preamble-{i + 1}" for i in range(len(figures.FILLS) + 2)]
+    rows = [repair_artifacts.repair_row("head", 10.0, 256, 0.01 * (i + 1), 4.0 + i, behind)
+            for i, behind in enumerate(origins)]
+    named = legend_of(figures.frontier(repair_artifacts.artifact("repair_frontier", rows)))
+    assert {f"compiled behind {behind}" for behind in origins} <= set(named)
+
+
 def test_figure_4_of_one_protocol_has_one_panel():
     made = repair_artifacts.ttft()
     made["rows"] = [row for row in made["rows"] if row["protocol"] == "warm"]
