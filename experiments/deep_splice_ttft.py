@@ -3,34 +3,35 @@
 cold   the cache is empty on both sides: context, block and query are decoded (the published protocol)
 warm   the context is resident, as in an agent: block and query only
 
-Per trial, prefill and every arm run once, in an order shuffled by a seed; the first trial of a depth is preceded by one
-that is thrown away. Arms: `suffix-R(n)` for each curve (compiled behind the system prompt, as published), the arms of
-the configuration (compiled behind the first of `repair.compiled_behind`), and what a server could do instead:
+Per trial, prefill, every arm and every peer run once, in an order shuffled by a seed; before the first trial of a depth
+each warm one, and the cold prefill, runs once and is thrown away. Arms: `suffix-R(n)` for each curve (compiled behind
+the system prompt, as published), and the arms of the configuration (compiled behind `repair.compiled_behind`). Peers,
+what a server could do instead:
 
-prefix-reuse          the context is found in a prefix cache, block and query are prefilled (cold only: warm, it is
-                      what every arm is compared with)
-engine-shift          llama.cpp moves the compiled block by its own position shift; nothing is recomputed
-group-cache           system prompt and tool are one cached prefix, the conversation stands behind it and is resident
-group-cache-rebuilt   the same after the set of tools changed: the conversation is decoded again
+engine-shift          warm: llama.cpp moves the compiled block by its own position shift; nothing is recomputed
+prefix-reuse          cold: the context is found in a prefix cache, block and query are prefilled
+group-cache           cold: system prompt and tool are one cached prefix, the conversation behind it is cached, too
+group-cache-rebuilt   cold: the same after the set of tools changed: the conversation is decoded again
 
-Divergence is read against a full prefill: warm, of the same batch split; cold, against the one timed in the trial.
+Cold peers have the cache to themselves, as the arms have. Divergence is read against a full prefill: warm, of the same
+batch split; cold, against the one timed in the trial.
 """
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from experiments import rows
 from experiments.repair_bench import CONTEXT, WORK, Reading, RepairBench
-from nexus import artifact, provenance
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, write_results
 from nexus.prompt import conversation_tokens
 from nexus.repair import Arm, arm_of
 from nexus.repair_policy import Schedule
@@ -40,6 +41,18 @@ NAME = "deep_splice_ttft"
 CURVE_ARM = "suffix-R(n)"
 CURVE_BEHIND = "system"
 PREFILL = "prefill"
+
+Key = tuple[str, float | None]
+"""Name of an arm or peer, and K of its curve where it has one."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to the first token. `run` takes the time; a peer may take two on its way, by name."""
+
+    behind: str
+    arm: Arm | None
+    run: Callable[[], dict[Key, Reading]]
 
 
 class Ttft:
@@ -51,10 +64,9 @@ class Ttft:
         workload = load_workload(ROOT / cfg.workload.tools, ROOT / cfg.workload.queries,
                                  ROOT / cfg.workload.conversation)
         trials = max(self.section.trials_warm, self.section.trials_cold)
-        self.behind = cfg.repair.compiled_behind[0]
-        # Room for two contexts: a group cache holds the conversation a second time.
+        self.behind = cfg.repair.compiled_behind
         self.bench = RepairBench(cfg, self.model, workload, min(trials, len(workload.cases)),
-                                 dict.fromkeys([CURVE_BEHIND, self.behind]), n_ctx=2 * cfg.runtime.n_ctx)
+                                 dict.fromkeys([CURVE_BEHIND, self.behind]))
         self.warmed: tuple[str, int] | None = None
 
     def schedule(self, curve: float) -> Schedule:
@@ -62,75 +74,63 @@ class Ttft:
         return Schedule(repair.max_splice_pos, repair.recompute_pct, curve, repair.enable_deep_splice)
 
     def measure(self, cell: Cell) -> list[dict]:
-        """Samples of one trial: two probes of prefill and of every arm."""
+        """Samples of one trial: two probes of prefill, of every arm and of every peer that sees the same tokens."""
         protocol, n_past, trial = (cell.inputs[name] for name in ("protocol", "n_past", "trial"))
-        bench = self.bench
+        bench, cold = self.bench, protocol == "cold"
         case_id = bench.cases[trial % len(bench.cases)].id
-        if protocol == "warm":
-            bench.enter(n_past)
-            reference, _ = bench.reference(case_id)
-            calls = self.warm(case_id)
-        else:
+        if cold:
             bench.forget()
             bench.n_past = n_past
-            calls = self.cold(case_id)
+        else:
+            bench.enter(n_past)
+            reference, _ = bench.reference(case_id)
+        listed = self.listed(case_id, cold)
         if self.warmed != (protocol, n_past):
-            calls[PREFILL, None][2]()
+            # A cold trial is mostly its context, whoever decodes it.
+            for timed in listed[:1] if cold else listed:
+                timed.run()
             self.warmed = (protocol, n_past)
-        names = list(calls)
-        order = np.random.default_rng([self.cfg.seed, n_past, trial]).permutation(len(names))
-        readings = {names[i]: calls[names[i]][2]() for i in order}
-        if protocol == "warm" and trial < self.section.trials_cold:
-            # These decode the whole conversation, hence as often as cold trials do.
-            for name, reading in zip(("group-cache-rebuilt", "group-cache"), self.group_cache(case_id)):
-                calls[name, None] = ("nothing", None, None)
-                readings[name, None] = reading
-        if protocol == "cold":
-            reference = readings[PREFILL, None]
+        readings: dict[Key, tuple[Timed, Reading]] = {}
+        for i in np.random.default_rng([self.cfg.seed, n_past, trial]).permutation(len(listed)):
+            readings |= {key: (listed[i], reading) for key, reading in listed[i].run().items()}
+        if cold:
+            reference = readings[PREFILL, None][1]
         samples = []
-        bench.n_past = n_past
-        for (name, curve), reading in readings.items():
-            behind, arm, _ = calls[name, curve]
-            keys = {"protocol": protocol, "arm": name, "curve_k": curve, "compiled_behind": behind, "trial": trial,
-                    "r_pct": self._share(arm, len(bench.blocks[case_id])),
-                    "context_tokens": bench.position if protocol == "cold" else 0,
-                    "probe_tokens": arm.probe_tokens(len(bench.blocks[case_id]), self.model.n_layer) if arm else 0.0}
+        for (name, curve), (timed, reading) in readings.items():
+            arm, block = timed.arm, bench.blocks[case_id]
+            keys = {"protocol": protocol, "arm": name, "curve_k": curve, "compiled_behind": timed.behind,
+                    "trial": trial, "r_pct": self._share(arm, len(block)),
+                    "context_tokens": bench.position if cold else 0,
+                    "probe_tokens": arm.probe_tokens(len(block), self.model.n_layer) if arm else 0.0}
             if reading.logits:
                 samples += bench.samples(case_id, reference, reading, **keys)
             else:
                 samples.append({**keys, "n_past": n_past, "case": case_id, "recomputed": reading.recomputed,
-                                "block_tokens": len(bench.blocks[case_id]), "probe": "query",
+                                "block_tokens": len(block), "probe": "query",
                                 "query_tokens": len(bench.queries[case_id]), "ttft_ms": reading.ttft_ms})
-        if protocol == "cold":
+        if cold:
             bench.forget()
         return samples
 
-    def warm(self, case_id: str) -> dict[tuple, tuple]:
-        """(arm's name, curve) → (compiled behind, arm, measurement) of one warm trial."""
+    def listed(self, case_id: str, cold: bool) -> list[Timed]:
+        """What one trial times; prefill comes first."""
         bench = self.bench
-        calls = {(PREFILL, None): ("nothing", None, lambda: bench.prefilled(case_id))}
-        calls |= self._arms(case_id, cold=False)
-        calls["engine-shift", None] = (self.behind, arm_of("none"), lambda: self.engine_shift(case_id))
-        return calls
-
-    def cold(self, case_id: str) -> dict[tuple, tuple]:
-        """The same of one cold trial."""
-        bench = self.bench
-        calls = {(PREFILL, None): ("nothing", None, lambda: bench.prefilled(case_id, cold=True))}
-        calls |= self._arms(case_id, cold=True)
-        calls["prefix-reuse", None] = ("nothing", None, lambda: self.prefix_reuse(case_id))
-        return calls
-
-    def _arms(self, case_id: str, cold: bool) -> dict[tuple, tuple]:
-        listed: list[tuple[tuple, str, Arm]] = [
-            ((CURVE_ARM, curve), CURVE_BEHIND, self.schedule(curve).arm(self.bench.n_past))
-            for curve in self.section.curves
+        arms: list[tuple[Key, str, Arm]] = [
+            ((CURVE_ARM, curve), CURVE_BEHIND, self.schedule(curve).arm(bench.n_past)) for curve in self.section.curves
         ]
         # A cold trial decodes the whole context for every arm, so that one of the others has to do.
-        others = self.section.arms[-1:] if cold else self.section.arms
-        listed += [((name, None), self.behind, arm_of(name)) for name in others]
-        return {key: (behind, arm, lambda behind=behind, arm=arm: self.bench.repaired(case_id, behind, arm, cold=cold))
-                for key, behind, arm in listed}
+        others = self.section.arms[:1] if cold else self.section.arms
+        arms += [((name, None), self.behind, arm_of(name)) for name in others]
+
+        def run(key: Key, behind: str, arm: Arm) -> dict[Key, Reading]:
+            return {key: bench.repaired(case_id, behind, arm, cold=cold)}
+
+        listed = [Timed(behind, arm, functools.partial(run, key, behind, arm)) for key, behind, arm in arms]
+        if cold:
+            return [Timed("nothing", None, lambda: self.prefill_and_reuse(case_id)), *listed,
+                    Timed("nothing", None, lambda: self.group_cache(case_id))]
+        return [Timed("nothing", None, lambda: {(PREFILL, None): bench.prefilled(case_id)}), *listed,
+                Timed(self.behind, arm_of("none"), lambda: {("engine-shift", None): self.engine_shift(case_id)})]
 
     def _share(self, arm: Arm | None, n_tokens: int) -> float:
         """Share of the block that the arm recomputes as configured, percent."""
@@ -156,8 +156,23 @@ class Ttft:
             runtime.seq_rm(WORK)
             runtime.seq_rm(runtime.scratch_seq)
 
-    def group_cache(self, case_id: str) -> tuple[Reading, Reading]:
-        """System prompt and tool first, the conversation behind them: (rebuilt behind the prefix, all of it resident).
+    def prefill_and_reuse(self, case_id: str) -> dict[Key, Reading]:
+        """A cold prefill; then block and query again, behind the context that it left, as in a prefix cache."""
+        bench, runtime, block = self.bench, self.bench.runtime, self.bench.blocks[case_id]
+        tokens = np.concatenate([bench.context(bench.n_past), block, bench.queries[case_id]])
+        readings = {}
+        runtime.clear()
+        for name, begin in ((PREFILL, 0), ("prefix-reuse", bench.position)):
+            start = time.perf_counter()
+            logits = runtime.decode(tokens[begin:], begin, WORK, logits=True)
+            ttft_ms = (time.perf_counter() - start) * 1e3
+            readings[name, None] = Reading({"query": logits, "block_end": bench.block_end(block)}, ttft_ms, len(block))
+            runtime.seq_rm(WORK, bench.position, -1)
+        runtime.clear()
+        return readings
+
+    def group_cache(self, case_id: str) -> dict[Key, Reading]:
+        """System prompt and tool first, the conversation behind them: rebuilt behind that prefix, and all resident.
 
         Another prompt, so that only its time is compared.
         """
@@ -165,24 +180,17 @@ class Ttft:
         prefix, query = np.concatenate([bench.system, bench.blocks[case_id]]), bench.queries[case_id]
         conversation = conversation_tokens(self.model, bench.conversation, bench.n_past)
         end = len(prefix) + bench.n_past
-        try:
-            runtime.decode(prefix, 0, WORK)
-            start = time.perf_counter()
-            runtime.decode(np.concatenate([conversation, query]), len(prefix), WORK, logits=True)
-            rebuilt = Reading({}, (time.perf_counter() - start) * 1e3, bench.n_past)
-            runtime.seq_rm(WORK, end, -1)
-            start = time.perf_counter()
-            runtime.decode(query, end, WORK, logits=True)
-            return rebuilt, Reading({}, (time.perf_counter() - start) * 1e3)
-        finally:
-            runtime.seq_rm(WORK)
-
-    def prefix_reuse(self, case_id: str) -> Reading:
-        """Block and query decoded behind a context that is resident from before."""
-        bench = self.bench
-        bench.runtime.clear()
-        bench.runtime.decode(bench.context(bench.n_past), 0, CONTEXT)
-        return bench.prefilled(case_id)
+        runtime.clear()
+        runtime.decode(prefix, 0, WORK)
+        start = time.perf_counter()
+        runtime.decode(np.concatenate([conversation, query]), len(prefix), WORK, logits=True)
+        rebuilt = Reading({}, (time.perf_counter() - start) * 1e3, bench.n_past)
+        runtime.seq_rm(WORK, end, -1)
+        start = time.perf_counter()
+        runtime.decode(query, end, WORK, logits=True)
+        resident = Reading({}, (time.perf_counter() - start) * 1e3)
+        runtime.clear()
+        return {("group-cache-rebuilt", None): rebuilt, ("group-cache", None): resident}
 
 
 def run(cfg: Config, out: Path) -> Path:
@@ -194,17 +202,12 @@ def run(cfg: Config, out: Path) -> Path:
                   label=f"{protocol}, depth {n_past}, trial {trial}")
              for protocol, trials in (("warm", section.trials_warm), ("cold", section.trials_cold))
              for n_past in section.n_past for trial in range(trials)]
-    per_cell = run_cells(cells, ttft.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="time to first token")
-    samples = [sample for cell in per_cell for sample in cell]
+    samples = measure_cells(cfg, cells, ttft.measure, "time to first token")
     table = rows.deep_splice_ttft(samples, cfg.seed, cfg.statistics.level)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(ttft.model, cfg.model), config=cfg.resolved(NAME),
-                   rows=table, samples=samples,
-                   provenance=provenance.collect(isa=ttft.bench.splicer.isa, threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, {f"{row['protocol']}.K{row['curve_k']:g}.{row['n_past']}": {"speedup": row["speedup"].value}
-                              for row in table if row["curve_k"] is not None})
-    return path
+    metrics = {f"{row['protocol']}.K{row['curve_k']:g}.{row['n_past']}": {"speedup": row["speedup"].value}
+               for row in table if row["curve_k"] is not None}
+    return write_results(NAME, cfg, out, tuple_=tuple_of(ttft.model, cfg.model), rows=table, samples=samples,
+                         metrics=metrics, isa=ttft.bench.splicer.isa)
 
 
 if __name__ == "__main__":

@@ -106,17 +106,14 @@ class RepairBench:
             runtime.seq_rm(WORK)
         return Reading({"query": query, "block_end": block_end}, ttft_ms, len(block)), values
 
-    def prefilled(self, case_id: str, cold: bool = False) -> Reading:
-        """A full prefill in one go: how fast prefill is, and, by its other split, the noise floor.
-
-        `cold` begins with an empty cache and decodes the context, too, within the time.
-        """
-        block, query = self.blocks[case_id], self.queries[case_id]
-        tokens = np.concatenate([*([self.context(self.n_past)] if cold else []), block, query])
-        self._begin(cold)
+    def prefilled(self, case_id: str) -> Reading:
+        """A prefill behind the resident context in one batch: how fast it is, and, by its split, the noise floor."""
+        block = self.blocks[case_id]
+        tokens = np.concatenate([block, self.queries[case_id]])
+        self.runtime.seq_cp(CONTEXT, WORK)
         try:
             start = time.perf_counter()
-            logits = self.runtime.decode(tokens, 0 if cold else self.position, WORK, logits=True)
+            logits = self.runtime.decode(tokens, self.position, WORK, logits=True)
             ttft_ms = (time.perf_counter() - start) * 1e3
             return Reading({"query": logits, "block_end": self.block_end(block)}, ttft_ms, len(block))
         finally:
@@ -124,10 +121,16 @@ class RepairBench:
 
     def repaired(self, case_id: str, behind: str, arm: Arm, values: np.ndarray | None = None,
                  cold: bool = False) -> Reading:
-        """The block spliced and repaired by `arm`; `values` are the reference's, for the oracle; `cold` as above."""
+        """The block spliced and repaired by `arm`; `values` are the reference's, for the oracle.
+
+        `cold` begins with an empty cache and decodes the context, too, within the time.
+        """
         place = self.place(case_id, behind, values)
         context = self.context(self.n_past)
-        self._begin(cold)
+        if cold:
+            self.runtime.clear()
+        else:
+            self.runtime.seq_cp(CONTEXT, WORK)
         try:
             start = time.perf_counter()
             if cold:
@@ -142,7 +145,7 @@ class RepairBench:
     def place(self, case_id: str, behind: str, values: np.ndarray | None = None) -> Place:
         """Where this case's block goes in WORK; the seed differs between cases and is the same in every run."""
         return Place(self.splicer, self.resident[behind, case_id], self.blocks[case_id], self.position, WORK,
-                     seed=self.cfg.seed + self.index[case_id], true_values=values)
+                     seed=self.cfg.seed + self.index[case_id], true_values=values, compiled_behind=behind)
 
     def samples(self, case_id: str, reference: Reading, measured: Reading, **keys) -> list[dict]:
         """One row per probe: divergence from the reference, with the keys of the arm."""
@@ -154,13 +157,6 @@ class RepairBench:
                          "recomputed": measured.recomputed, "dkl_nats": found.kl_nats, "top1": found.top1,
                          "bit_identical": found.bit_identical, "ttft_ms": measured.ttft_ms})
         return rows
-
-    def _begin(self, cold: bool) -> None:
-        """WORK shares the resident context, or the whole cache is empty."""
-        if cold:
-            self.runtime.clear()
-        else:
-            self.runtime.seq_cp(CONTEXT, WORK)
 
     def block_end(self, block: np.ndarray) -> np.ndarray:
         """Logits behind the block's last token, decoded again behind what WORK holds before it."""

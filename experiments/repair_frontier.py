@@ -13,12 +13,10 @@ import numpy as np
 
 from experiments import rows
 from experiments.repair_bench import RepairBench
-from nexus import artifact, provenance
-from nexus.cells import Cell, CellStore, run_cells
+from nexus.cells import Cell
 from nexus.config import ROOT, Config
 from nexus.model_tuple import open_model, tuple_of
-from nexus.pipeline import experiment_main, timed_cell_inputs, write_metrics
-from nexus.progress import progress
+from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, write_results
 from nexus.repair import arm_of
 from nexus.workload import load_workload
 
@@ -89,16 +87,10 @@ def run(cfg: Config, out: Path) -> Path:
     cells = [Cell({**inputs, "n_past": n_past, "case": case.id}, weight=len(blocks[case.id]) * (1 + n_past / 4000),
                   label=f"depth {n_past}, {case.tool}")
              for n_past in cfg.repair_frontier.n_past for case in frontier.bench.cases]
-    per_cell = run_cells(cells, frontier.measure, store=CellStore(), progress=progress, anew=cfg.force,
-                         description="repair frontier")
-    samples = [sample for cell in per_cell for sample in cell]
+    samples = measure_cells(cfg, cells, frontier.measure, "repair frontier")
     table = rows.repair_frontier(samples, cfg.seed, cfg.statistics.level)
-    path = out / f"{NAME}.json"
-    artifact.write(path, experiment=NAME, tuple_=tuple_of(frontier.model, cfg.model), config=cfg.resolved(NAME),
-                   rows=table, samples=samples,
-                   provenance=provenance.collect(isa=frontier.bench.splicer.isa, threads=cfg.runtime.n_threads))
-    write_metrics(out, NAME, rows.best_within(table, most_pct=10.0))
-    return path
+    return write_results(NAME, cfg, out, tuple_=tuple_of(frontier.model, cfg.model), rows=table, samples=samples,
+                         metrics=rows.best_within(table, most_pct=10.0), isa=frontier.bench.splicer.isa)
 
 
 if __name__ == "__main__":

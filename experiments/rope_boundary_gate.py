@@ -113,7 +113,7 @@ WRONG: dict[str, Callable[[Place, np.ndarray], None]] = {
 
 def scattered_name(pct: float) -> str:
     """Name of the arm that chooses the tokens: a head, for which the order matters, and a sample of `pct` percent."""
-    return f"head-4+random-{pct:g}"
+    return f"head-8+random-{pct:g}"
 
 
 class Gate:

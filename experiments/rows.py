@@ -1,7 +1,7 @@
 """Artifact rows of the repair experiments, computed from their samples. Nothing here measures."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,12 +11,6 @@ from nexus.stats import Estimate
 Samples = Sequence[dict]
 # Arms of `deep_splice_ttft` that decode other tokens than block and query.
 OTHER_WORK = ("engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reuse")
-# What makes a peer's time here longer than it has to be; said in its rows.
-HANDICAPS = {
-    "engine-shift": "shifts a cache of 2 × n_ctx cells",
-    "group-cache": "the other arms' context stands in the cache, too",
-    "group-cache-rebuilt": "the other arms' context stands in the cache, too",
-}
 
 
 def grouped(samples: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -96,8 +90,6 @@ def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
         row |= latency(query, [beside[s["trial"]] for s in query], seed, level)
         if row["arm"] in OTHER_WORK:
             row |= {"ideal_speedup": None, "latency_per_ideal": None}
-        if row["arm"] in HANDICAPS:
-            row["status"] = HANDICAPS[row["arm"]]
         if row["arm"].startswith("group-cache"):
             row["r_pct"] = 0.0
         row |= {"dkl_nats": None, "top1": None, "dkl_block_end_nats": None, "top1_block_end": None}
@@ -110,24 +102,27 @@ def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
     return table
 
 
-def calibrated_repair(calibration: Samples, test: Samples, seed: int, level: float, epsilon_nats: float) -> list[dict]:
-    """Two rows per depth: what the policy chose from the calibration samples, and how it did on held-out ones."""
+def calibrated_repair(calibration: Samples, test: Samples, taken: Mapping[int, str], seed: int, level: float,
+                      epsilon_nats: float) -> list[dict]:
+    """One row per set, depth and arm; `chosen` marks the arm `taken` by the policy at this depth."""
     table = []
-    for name, samples in (("calibration", calibration), ("test", test)):
-        for (n_past,), members in grouped(samples, "n_past").items():
-            row = {"n_past": n_past, "set": name, "epsilon_nats": epsilon_nats}
-            row |= {"arm": members[0]["policy_arm"], "compiled_behind": members[0]["compiled_behind"]}
-            chosen = [s for s in members if s["arm"] == "policy" and s["probe"] == "query"]
-            row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["block_tokens"] for s in chosen]))
-            prefills = [s for s in members if s["arm"] == "noise_floor" and s["probe"] == "query"]
-            above = sum(s["dkl_nats"] > epsilon_nats for s in chosen)
-            row |= fidelity(chosen, seed, level) | latency(chosen, prefills, seed, level)
-            for key in ("ideal_speedup", "latency_per_ideal"):
-                del row[key]
-            row["dkl_upper_nats"] = stats.mean([s["dkl_nats"] for s in chosen], seed, 2 * level - 1).ci_high
-            row["violation_rate"] = stats.wilson(above, len(chosen), level)
-            row["noise_floor_nats"] = stats.mean([s["dkl_nats"] for s in prefills], seed, level)
-            table.append(row)
+    keys = ("n_past", "set", "arm", "compiled_behind")
+    query = [s for s in (*calibration, *test) if s["probe"] == "query"]
+    prefills = grouped((s for s in query if s["arm"] == "full"), "n_past", "set")
+    for group, members in grouped(query, *keys).items():
+        row = dict(zip(keys, group)) | {"epsilon_nats": epsilon_nats}
+        row["chosen"] = row["arm"] == taken[row["n_past"]]
+        row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["block_tokens"] for s in members]))
+        floors = prefills[row["n_past"], row["set"]]
+        row |= fidelity(members, seed, level) | latency(members, floors, seed, level)
+        for key in ("ideal_speedup", "latency_per_ideal"):
+            del row[key]
+        # The upper end of a two-sided interval at 2·level − 1 leaves 1 − level above it.
+        row["dkl_upper_nats"] = stats.mean([s["dkl_nats"] for s in members], seed, 2 * level - 1).ci_high
+        above = sum(s["dkl_nats"] > epsilon_nats for s in members)
+        row["violation_rate"] = stats.wilson(above, len(members), level)
+        row["noise_floor_nats"] = stats.mean([s["dkl_nats"] for s in floors], seed, level)
+        table.append(row)
     return table
 
 

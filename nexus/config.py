@@ -26,7 +26,7 @@ MODEL_NOT_HASHED = ("path", "carriers", "licence")
 # Each has a section of this name. What another section decides for it is in NEEDS.
 EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
                "deep_splice_ttft", "gating_nogo", "layouts")
-NEEDS = {"calibrated_repair": ("repair", "repair_frontier"), "deep_splice_ttft": ("repair",)}
+NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",)}
 
 
 class ConfigError(ValueError):
@@ -146,8 +146,8 @@ class Repair(_Section):
     """K: the schedule recomputes everything from depth K·P on."""
     enable_deep_splice: bool
     """Whether blocks are spliced behind P at all; otherwise they are prefilled there."""
-    compiled_behind: Annotated[list[Behind], NotEmpty, Unique]
-    """What the calibrated policy may compile a block behind; timed arms use the first."""
+    compiled_behind: Behind
+    """What the calibrated policy and the timed arms compile blocks behind."""
     epsilon_nats: Annotated[float, Field(gt=0)]
     """The divergence that the calibrated policy keeps to, read behind the query."""
 
@@ -181,7 +181,13 @@ class RepairFrontier(_Section):
 
 
 class CalibratedRepair(_Section):
-    n_cases: Count
+    n_past: Depths
+    """Depths of the context, in tokens."""
+    ladder: Annotated[list[ArmName], NotEmpty, Unique]
+    """Arms to choose from, cheapest first; a prefill comes behind the last."""
+    n_calibration: Count
+    """Tool-and-query pairs per depth of the calibration set."""
+    n_test: Count
     """Held-out tool-and-query pairs per depth, behind the off-topic conversation."""
 
 
@@ -280,21 +286,21 @@ class Config(_Section):
                 f"dkl_sweep.offsets: {deepest} and {ROOM_TOKENS} tokens of room do not fit runtime.n_ctx "
                 f"({runtime.n_ctx}); lower the offset or raise runtime.n_ctx"
             )
-        for name in ("rope_boundary_gate", "repair_frontier", "deep_splice_ttft", "gating_nogo", "layouts"):
+        for name in ("rope_boundary_gate", "repair_frontier", "calibrated_repair", "deep_splice_ttft", "gating_nogo",
+                     "layouts"):
             if getattr(self, name).n_past[-1] + ROOM_TOKENS > runtime.n_ctx:
                 raise ValueError(
                     f"{name}.n_past: {getattr(self, name).n_past[-1]} and {ROOM_TOKENS} tokens of room do not fit "
                     f"runtime.n_ctx ({runtime.n_ctx}); lower the depth or raise runtime.n_ctx"
                 )
-        for name in ("repair_frontier", "deep_splice_ttft"):
-            if oracles := [arm for arm in getattr(self, name).arms if "oracle" in arm]:
-                raise ValueError(f"{name}.arms: {oracles[0]!r} needs the answer and is no method; it belongs in "
+        named = {"repair_frontier.arms": self.repair_frontier.arms, "deep_splice_ttft.arms": self.deep_splice_ttft.arms,
+                 "calibrated_repair.ladder": self.calibrated_repair.ladder}
+        for name, arms in named.items():
+            if oracles := [arm for arm in arms if "oracle" in arm]:
+                raise ValueError(f"{name}: {oracles[0]!r} needs the answer and is no method; it belongs in "
                                  "repair_frontier.families as a control")
-        if unmeasured := set(self.repair.compiled_behind) - set(self.repair_frontier.compiled_behind):
-            raise ValueError(
-                f"repair.compiled_behind: {min(unmeasured)!r} is not measured; add it to "
-                "repair_frontier.compiled_behind, which the policy is calibrated on"
-            )
+        if doubles := {"none", "full"} & set(self.repair_frontier.arms):
+            raise ValueError(f"repair_frontier.arms: {min(doubles)!r} is measured always; leave it out")
         if 2 * costs.n_tokens[-1] > costs.n_ctx[0]:
             raise ValueError(
                 f"splice_cost.n_tokens: two blocks of {costs.n_tokens[-1]} tokens do not fit the smallest "

@@ -1,8 +1,10 @@
 """What a block is compiled behind. A block that has seen several left contexts depends less on any of them.
 
 system              the system prompt alone
-preamble-256        the system prompt and 256 tokens of neutral text
-ensemble-4x1000     the mean of four blocks, each behind the system prompt and 1000 tokens of another text
+preamble-256        the system prompt and a message of 256 tokens of neutral text
+ensemble-4x256      the mean of four blocks, each behind the system prompt and a dialogue of 256 tokens made of another
+                    text; the user has the last word in the first, the assistant in the second, and so on, since the
+                    keys of a block depend much on whose turn it follows
 """
 from __future__ import annotations
 
@@ -16,6 +18,10 @@ import numpy as np
 from nexus.blocks import Block, BlockError, context_hash
 from nexus.prompt import conversation_tokens
 from nexus.runtime import Model
+
+ROLES = ("user", "assistant")
+# Of one turn of a dialogue.
+SENTENCES = 3
 
 
 def load_preambles(path: str | Path) -> list[str]:
@@ -49,8 +55,27 @@ def left_contexts(model: Model, system: np.ndarray, behind: str, preambles: Sequ
         return [system]
     if members > len(preambles):
         raise BlockError(f"compiled_behind: {behind} needs {members} preambles, there are {len(preambles)}; add texts")
-    return [np.concatenate([system, conversation_tokens(model, [{"role": "user", "content": text}], n_tokens)])
-            for text in preambles[:members]]
+    if behind.startswith("preamble"):
+        turns = [[{"role": "user", "content": preambles[0]}]]
+    else:
+        turns = [_dialogue(model, text, n_tokens, ROLES[i % 2]) for i, text in enumerate(preambles[:members])]
+    return [np.concatenate([system, conversation_tokens(model, each, n_tokens)]) for each in turns]
+
+
+def _dialogue(model: Model, text: str, n_tokens: int, last: str) -> list[dict]:
+    """Turns that share out the sentences of `text` and fill `n_tokens` tokens, the last by the role `last`."""
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    parts = [" ".join(sentences[i:i + SENTENCES]) for i in range(0, len(sentences), SENTENCES)]
+    for first in range(len(ROLES)):
+        turns = [{"role": ROLES[(first + i) % 2], "content": part} for i, part in enumerate(parts)]
+        needed = next((i for i in range(1, len(turns) + 1) if _n_tokens(model, turns[:i]) >= n_tokens), len(turns))
+        if turns[needed - 1]["role"] == last:
+            break
+    return turns[:needed]
+
+
+def _n_tokens(model: Model, turns: Sequence[dict]) -> int:
+    return len(model.tokenize("".join(model.chat_message(turn["role"], turn["content"]) for turn in turns)))
 
 
 def mean_block(blocks: Sequence[Block]) -> Block:

@@ -37,8 +37,6 @@ LOCKS = ROOT / ".nexus" / "locks"
 DONE = ROOT / ".nexus" / "done"
 SWEEPS = ROOT / ".nexus" / "sweeps"
 SLUG_LENGTH = 80
-# What an experiment reads of the run's other results, below the run's folder.
-READS = {"calibrated_repair": ("repair_frontier.json", "repair_frontier.samples.jsonl")}
 
 
 def experiment_main(name: str, run: Run) -> None:
@@ -132,7 +130,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
             "config": cfg.sha256(name),
             "code": code_sha256(f"experiments.{name}"),
             "texts": _texts(cfg),
-            "reads": _reads(name, cfg, out),
+            "models": _models(name, cfg),
         }
         path = out / f"{name}.json"
         if not cfg.force and _is_current(record, inputs, path):
@@ -250,11 +248,9 @@ def _texts(cfg: Config) -> list[str]:
     return [_file_sha256(ROOT / path) for path in paths]
 
 
-def _reads(name: str, cfg: Config, out: Path) -> list[str | None]:
-    paths = [out / file for file in READS.get(name, ())]
-    if name == "layouts":
-        paths += [CONF / "model" / f"{model}.yaml" for model in cfg.layouts.also]
-    return [_file_sha256(path) if path.is_file() else None for path in paths]
+def _models(name: str, cfg: Config) -> list[str]:
+    """Hashes of the files that describe the other models an experiment covers."""
+    return [_file_sha256(CONF / "model" / f"{model}.yaml") for model in cfg.layouts.also] if name == "layouts" else []
 
 
 def _file_sha256(path: Path) -> str:

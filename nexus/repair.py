@@ -27,6 +27,8 @@ from nexus.splice import Resident, Splicer, SpliceRefused
 
 # V of layer 0 depends on the token alone; layer 1 is the first that has seen the left context.
 EARLY_LAYER = 1
+# A shorter head shares the batch of the runs behind it: a pass over the weights of its own costs as much as some 4 tokens.
+OWN_PASS = 8
 
 
 class RepairError(ValueError):
@@ -195,9 +197,10 @@ def place_repaired(place: Place, indices: Sequence[int], then: np.ndarray | None
     afterwards the sequence has one cell per position and no other sequence has changed. `then` (int32[m], such as the
     user's query) is decoded behind the block; a recomputed end of the block goes into the same batch.
 
-    A first run of indices (the head) is decoded first. Then `sequential` decodes run after run, each behind all earlier
-    ones; otherwise the runs between head and end share one batch, where each sees the recomputed head and the compiled
-    tokens before it: one pass over the weights instead of one per run (measured: `rope_boundary_gate`).
+    A head of at least OWN_PASS tokens, or one that nothing but the end follows, is decoded first. Then `sequential`
+    decodes run after run, each behind all earlier ones; otherwise the runs before the end share one batch, where each
+    sees that head and the compiled tokens before it: one pass over the weights instead of one per run (measured:
+    `rope_boundary_gate`).
 
     Raises RepairError for other indices, SpliceRefused or RuntimeFailure, with the sequence cut back to what stood
     before the block.
@@ -211,11 +214,11 @@ def place_repaired(place: Place, indices: Sequence[int], then: np.ndarray | None
     try:
         if runs == [(0, n)]:
             return _decode_end(place, 0, then)
+        tail = runs.pop()[0] if runs and runs[-1][1] == n else n
         cursor = 0
-        if runs and runs[0][0] == 0:
+        if runs and runs[0][0] == 0 and (sequential or len(runs) == 1 or runs[0][1] >= OWN_PASS):
             cursor = runs.pop(0)[1]
             runtime.decode(place.tokens[:cursor], position, seq)
-        tail = runs.pop()[0] if runs and runs[-1][1] == n else n
         if runs and 0 < runtime.model.n_swa < n:
             # llama.cpp may give away local cells that only the scratch sequence holds once something is decoded.
             raise RepairError(f"scattered repair of {n} tokens: the model's window is {runtime.model.n_swa}; use head, "

@@ -1,12 +1,12 @@
 """What decides how much of a spliced block is repaired at a depth: the published schedule, or a calibrated table.
 
 Both answer `arm(n_past)` and `compiled_behind(n_past)`. The calibrated policy is the default (`default_policy`): it
-takes, per depth, the cheapest arm that held a stated divergence on a calibration set, and prefills the block where none
-did and outside of the measured depths.
+takes, per depth, the cheapest arm of a ladder down to which all kept to a stated divergence on a calibration set, and
+prefills the block where none did and outside of the measured depths.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -70,14 +70,10 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Rung:
     """An arm at one depth with what was measured of it on the calibration set."""
 
     arm: str
-    compiled_behind: str
-    """What the block was compiled behind (nexus/ensemble.py)."""
-    cost: float
-    """Mean share of tokens decoded, to order arms by; any increasing measure of time will do."""
     dkl_nats: tuple[float, ...]
     """Divergence of each calibration case."""
 
@@ -104,23 +100,21 @@ def upper_bound(dkl_nats: Sequence[float], seed: int, level: float) -> float | N
     return stats.mean(dkl_nats, seed, 2 * level - 1).ci_high
 
 
-def calibrate(candidates: Mapping[int, Sequence[Candidate]], epsilon_nats: float, seed: int,
-              level: float = 0.95) -> list[Choice]:
-    """Per depth, ascending, the cheapest arm whose upper bound on the mean divergence is at most ε, else `full`.
+def calibrate(ladder: Sequence[Rung], epsilon_nats: float, seed: int, level: float = 0.95) -> tuple[str, float | None]:
+    """(arm, its upper bound on the mean divergence in nats) for one depth; ("full", None) where no rung may be taken.
 
-    Of arms that cost the same, such as one arm on blocks compiled behind different texts, the lowest bound wins.
+    `ladder` is ordered from cheap to dear before anything is measured. Rungs are tested from the dearest down, each by
+    whether its upper bound is at most ε, until one fails; the last that passed is taken. As far as one bound holds, this
+    fixed sequence keeps the chance that the taken arm's mean exceeds ε to at most 1 − level, however many rungs there
+    are (Angelopoulos et al., "Learn then Test", 2021); taking the cheapest that passes would not.
     """
-    choices = []
-    for n_past in sorted(candidates):
-        bounds = [(candidate.cost, upper_bound(candidate.dkl_nats, seed, level), candidate)
-                  for candidate in candidates[n_past]]
-        able = [bound for bound in bounds if bound[1] is not None and bound[1] <= epsilon_nats]
-        if able:
-            _, upper, candidate = min(able, key=lambda bound: (bound[0], bound[1], bound[2].arm))
-            choices.append(Choice(n_past, candidate.arm, candidate.compiled_behind, upper))
-        else:
-            choices.append(Choice(n_past, "full", candidates[n_past][0].compiled_behind, None))
-    return choices
+    taken: tuple[str, float | None] = ("full", None)
+    for rung in reversed(ladder):
+        upper = upper_bound(rung.dkl_nats, seed, level)
+        if upper is None or upper > epsilon_nats:
+            break
+        taken = rung.arm, upper
+    return taken
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ class Calibrated:
         if model_sha256 not in (None, found):
             raise RepairError(f"{path}: calibrated for the model {found[:12]}, not {model_sha256[:12]}; measure "
                               "calibrated_repair with this model")
-        rows = [row for row in measured["rows"] if row["set"] == "calibration"]
+        rows = [row for row in measured["rows"] if row["set"] == "calibration" and row["chosen"]]
         return cls(tuple(Choice(*(row[key] for key in ("n_past", "arm", "compiled_behind", "dkl_upper_nats")))
                          for row in rows))
 

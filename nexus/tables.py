@@ -308,16 +308,16 @@ def repair_policy(artifact: dict[str, Any]) -> str:
     lines, verdicts = [], []
     for n_past in sorted(n_past for (n_past,) in distinct(rows, "n_past")):
         for name in ("calibration", "test"):
-            lines += [[n_past, name, f"`{row['arm']}`", f"{row['recompute_pct']:.3g}", row["compiled_behind"],
-                       f"{row['epsilon_nats']:g}", cell(row["dkl_nats"]), number(row["dkl_upper_nats"]),
+            lines += [[n_past, name, f"`{row['arm']}`" + " (taken)" * row["chosen"], f"{row['recompute_pct']:.3g}",
+                       row["compiled_behind"], f"{row['epsilon_nats']:g}", cell(row["dkl_nats"]), number(row["dkl_upper_nats"]),
                        cell(row["violation_rate"], 100), cell(row.get("top1"), 100), cell(row.get("noise_floor_nats")),
                        cell(row.get("speedup")), counts(row["dkl_nats"], row.get("speedup"))]
                       for row in at(rows, n_past=n_past, set=name)]
-        verdicts.append([n_past, policy_verdict(_found(rows, {"n_past": n_past, "set": "test"}))])
+        verdicts.append([n_past, policy_verdict(_found(rows, {"n_past": n_past, "set": "test", "chosen": True}))])
     return _document(
         heading("Calibrated repair: the promise and its test", artifact),
-        "Per depth the policy takes the cheapest arm whose upper bound stays within ε on the calibration set, and "
-        "prefills where none does. KL is from a full prefill, in nats, behind the query; its upper bound is one-sided. "
+        "Per depth, arms are tested on the calibration set from the dearest down, each by whether the upper bound of its "
+        "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a full prefill, in nats, behind the query; its upper bound is one-sided. "
         "A violation is a case above ε, with a Wilson interval. Speed-up is with the context resident. `test` holds "
         "tools, queries and a conversation that calibration has not seen.",
         markdown(["n_past, tokens", "set", "arm", "share, %", "compiled behind", "ε, nats", "mean KL, nats",

@@ -10,11 +10,9 @@ from nexus import cells, config, pipeline
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """A temporary folder in which cells and blocks of the module's EXPERIMENT are kept."""
-    experiment = request.module.EXPERIMENT
-    folder = tmp_path_factory.mktemp(experiment.NAME)
+    folder = tmp_path_factory.mktemp(request.module.EXPERIMENT.NAME)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipeline, experiment):
-            patch.setattr(module, "CellStore", lambda: cells.CellStore(folder / "cells"), raising=False)
+        patch.setattr(pipeline, "CellStore", lambda: cells.CellStore(folder / "cells"))
         patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
         yield folder
 

@@ -1,113 +1,68 @@
-"""The calibrated policy: what it is calibrated on, and a tiny real test of it on SmolLM2."""
+"""The calibrated policy: what it is chosen from, and a tiny real test of it on SmolLM2."""
 from __future__ import annotations
 
 import json
 
 import pytest
 
-from experiments import calibrated_repair, compiled, repair_frontier
-from experiments.calibrated_repair import HeldOut, candidates_of, chosen_samples, name_of, usable
-from nexus import artifact, cells, config, stats
+from experiments import calibrated_repair, compiled
+from experiments.calibrated_repair import Ladder, choices_of, workload_of
+from nexus import artifact, config, stats
 from nexus.repair_policy import Calibrated, Choice
 
+EXPERIMENT = calibrated_repair
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
-         "repair_frontier.n_past=[64]", "repair_frontier.n_cases=2", "repair_frontier.families=[head,oracle]",
-         "repair_frontier.arms=[head-10]", "repair_frontier.compiled_behind=[system,preamble-64]",
-         "repair.compiled_behind=[preamble-64]", "calibrated_repair.n_cases=2"]
+         "repair.compiled_behind=preamble-64", "calibrated_repair.n_past=[64]",
+         "calibrated_repair.ladder=[none,head-10]", "calibrated_repair.n_calibration=2", "calibrated_repair.n_test=2"]
 # Any arm keeps to the first, none but a prefill to the second.
 LOOSE, STRICT = "repair.epsilon_nats=100.0", "repair.epsilon_nats=1.0e-12"
 
 
-def sample(arm="head", pct=10.0, behind="preamble-64", probe="query", case=0, n_past=256, nats=0.01, recomputed=8):
-    return {"n_past": n_past, "compiled_behind": behind, "arm": arm, "recompute_pct": pct, "probe": probe,
-            "case": f"c{case}", "block_tokens": 80, "query_tokens": 20, "recomputed": recomputed, "probe_tokens": 0.0,
-            "dkl_nats": nats}
+def sample(arm="head-16", probe="query", nats=0.01, n_past=256):
+    return {"n_past": n_past, "arm": arm, "probe": probe, "dkl_nats": nats}
 
 
-# --- what calibration reads
+def strict_or_loose(*overrides):
+    return config.validate(config.compose([*QUICK, *overrides]))
 
 
-def test_calibration_reads_methods_behind_the_query_in_allowed_blocks_only():
-    good = [sample(), sample("none", 0.0), sample("head-10", None)]
-    bad = [sample("oracle"), sample("full", 100.0), sample("noise_floor", 100.0, "nothing"), sample(behind="system"),
-           sample(probe="block_end")]
-    assert usable([*bad, *good], ["preamble-64", "nothing"]) == good
+def test_the_ladder_is_read_by_depth_and_behind_the_query_only(cfg):
+    cheap = [sample("none", nats=nats) for nats in (0.5, 0.6)] + [sample("none", "block_end", 0.0)]
+    dear = [sample(nats=nats) for nats in (0.001, 0.002)] + [sample("head-16", "block_end", 9.0)]
+    deep = [sample(nats=nats, n_past=512) for nats in (0.4, 0.5)]
+    first, second = choices_of([*cheap, *dear, *deep], cfg)
+    upper = stats.mean([0.001, 0.002], cfg.seed, 0.9).ci_high
+    assert first == Choice(256, "head-16", "preamble-64", pytest.approx(upper))
+    assert second == Choice(512, "full", "preamble-64", None)
 
 
-@pytest.mark.parametrize(("arm", "pct", "name"), [
-    ("head", 10.0, "head-10%"), ("head+suffix", 5.0, "head-2.5%+suffix-2.5"), ("suffix", 25.0, "suffix-25"),
-    ("none", 0.0, "none"), ("head-10", None, "head-10"), ("full", 100.0, "full")])
-def test_a_samples_arm_is_named_as_in_the_repair(arm, pct, name):
-    assert name_of(sample(arm, pct)) == name
-
-
-def test_candidates_are_arms_with_their_mean_cost_and_divergences_by_depth():
-    samples = [sample(case=0, nats=0.1), sample(case=1, nats=0.3, recomputed=28), sample(behind="system", nats=0.5),
-               sample(n_past=512, nats=0.7), sample("none", 0.0, recomputed=0, nats=0.9)]
-    found = candidates_of(samples)
-    assert {n_past: [(c.arm, c.compiled_behind, c.dkl_nats) for c in each] for n_past, each in found.items()} == {
-        256: [("head-10%", "preamble-64", (0.1, 0.3)), ("head-10%", "system", (0.5,)), ("none", "preamble-64", (0.9,))],
-        512: [("head-10%", "preamble-64", (0.7,))]}
-    assert [c.cost for c in found[256]] == pytest.approx([0.38, 0.28, 0.2])
-
-
-def test_the_calibration_row_is_of_the_chosen_arm_behind_the_chosen_text():
-    floor, full = sample("noise_floor", 100.0, "nothing"), sample("full", 100.0, "system")
-    samples = [sample(nats=0.1), sample(nats=0.2, behind="system"), sample(nats=0.3, n_past=512), sample("head", 25.0),
-               sample(probe="block_end"), floor, full]
-    keys = {"policy_arm": "head-10%", "compiled_behind": "system"}
-    assert chosen_samples(samples, Choice(256, "head-10%", "system", 0.01)) == [
-        samples[1] | keys | {"arm": "policy"}, floor | keys]
-    # `full` is measured behind one text only, and is the same behind any.
-    keys = {"policy_arm": "full", "compiled_behind": "preamble-64"}
-    assert chosen_samples(samples, Choice(256, "full", "preamble-64", None)) == [
-        full | keys | {"arm": "policy"}, floor | keys]
-
-
-def test_a_missing_frontier_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrated_repair, "open_model", None)
-    with pytest.raises(FileNotFoundError, match="repair_frontier.json"):
-        calibrated_repair.run(config.validate(config.compose(QUICK)), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-# --- on the model
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """A results folder with the frontier's artifact; cells and blocks are kept beside it."""
-    folder = tmp_path_factory.mktemp("calibrated_repair")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (repair_frontier, calibrated_repair):
-            patch.setattr(module, "CellStore", lambda: cells.CellStore(folder / "cells"))
-        patch.setattr(compiled, "BLOCK_FOLDER", folder / "blocks")
-        repair_frontier.run(config.validate(config.compose(QUICK)), folder / "out")
-        yield folder / "out"
+def test_the_sets_share_no_tool_no_query_and_no_turn(cfg):
+    calibration, test = (workload_of(cfg, which) for which in calibrated_repair.SETS)
+    assert not {tool.name for tool in calibration.tools} & {tool.name for tool in test.tools}
+    assert not {case.query for case in calibration.cases} & {case.query for case in test.cases}
+    assert not {turn["content"] for turn in calibration.conversation} & {turn["content"] for turn in test.conversation}
 
 
 @pytest.mark.integration
-def test_what_the_frontier_allows_is_tested_on_held_out_cases_and_resumes_to_the_same_bytes(out, monkeypatch):
-    cfg = config.validate(config.compose([*QUICK, LOOSE]))
+def test_a_loose_policy_takes_the_cheapest_rung_and_resumes_to_the_same_bytes(folder, monkeypatch):
+    out, cfg = folder / "loose", strict_or_loose(LOOSE)
     path = calibrated_repair.run(cfg, out)
-    calibration, test = artifact.read(path)["rows"]
-    assert [(row["n_past"], row["set"], row["arm"], row["compiled_behind"]) for row in (calibration, test)] == [
-        (64, which, "none", "preamble-64") for which in ("calibration", "test")]
-    frontier = artifact.read_samples(out / "repair_frontier.json")
-    known = [s["dkl_nats"] for s in frontier if s["arm"] == "none" and s["probe"] == "query"
-             and s["compiled_behind"] == "preamble-64"]
-    assert calibration["dkl_nats"] == stats.mean(known, cfg.seed).row()
-    assert calibration["dkl_upper_nats"] == pytest.approx(stats.mean(known, cfg.seed, 0.9).ci_high)
-    assert test["violation_rate"]["value"] == 0 and test["recompute_pct"] == 0 and test["speedup"]["value"] > 1
-    assert Calibrated.read(path).arm(64).name == "none"
-
+    rows = artifact.read(path)["rows"]
+    assert [(row["set"], row["arm"], row["chosen"]) for row in rows] == [
+        ("calibration", "none", True), ("calibration", "head-10", False), ("calibration", "full", False),
+        ("test", "none", True), ("test", "full", False)]
     samples = artifact.read_samples(path)
-    assert [(s["arm"], s["probe"]) for s in samples] == [
-        (arm, probe) for arm in ("policy", "noise_floor") for probe in ("query", "block_end")] * 2
-    assert not {s["tool"] for s in samples} & {s["tool"] for s in frontier}, "held out"
+    for row in rows:
+        nats = [s["dkl_nats"] for s in samples if (s["set"], s["arm"], s["probe"]) == (row["set"], row["arm"], "query")]
+        assert row["dkl_nats"] == stats.mean(nats, cfg.seed).row() and row["dkl_nats"]["n"] == 2
+        assert row["dkl_upper_nats"] == pytest.approx(stats.mean(nats, cfg.seed, 0.9).ci_high)
+        assert row["compiled_behind"] == "preamble-64"
+    assert rows[3]["violation_rate"]["value"] == 0 and rows[3]["recompute_pct"] == 0
+    assert rows[3]["speedup"]["value"] > 1 == rows[4]["speedup"]["value"]
+    assert Calibrated.read(path).arm(64).name == "none"
     assert set(json.loads((out / "metrics" / "calibrated_repair.json").read_text())) == {"64"}
 
-    monkeypatch.setattr(HeldOut, "measure", None)    # A cell that is measured again needs it.
+    monkeypatch.setattr(Ladder, "measure", None)    # A cell that is measured again needs it.
     monkeypatch.setattr(compiled, "compile_blocks", None)    # So does a block that is compiled again.
     before = {file: file.read_bytes() for file in out.glob("calibrated_repair*")}
     calibrated_repair.run(cfg, out)
@@ -115,13 +70,10 @@ def test_what_the_frontier_allows_is_tested_on_held_out_cases_and_resumes_to_the
 
 
 @pytest.mark.integration
-def test_where_no_arm_keeps_to_epsilon_the_policy_prefills(out):
-    path = calibrated_repair.run(config.validate(config.compose([*QUICK, STRICT])), out)
-    calibration, test = artifact.read(path)["rows"]
-    for row in (calibration, test):
-        assert row["arm"] == "full" and row["recompute_pct"] == 100
-        # Both are one-batch prefills, in the test to the bit.
-        assert row["dkl_nats"] == row["noise_floor_nats"] and row["dkl_nats"]["value"] < 0.01
-    policy = [s["dkl_nats"] for s in artifact.read_samples(path) if s["arm"] == "policy"]
-    assert policy == [s["dkl_nats"] for s in artifact.read_samples(path) if s["arm"] == "noise_floor"]
-    assert Calibrated.read(path).choice(64) == Choice(64, "full", "preamble-64", calibration["dkl_upper_nats"])
+def test_where_no_rung_keeps_to_epsilon_the_policy_prefills(folder):
+    path = calibrated_repair.run(strict_or_loose(STRICT), folder / "strict")
+    chosen = [row for row in artifact.read(path)["rows"] if row["chosen"]]
+    assert [(row["set"], row["arm"], row["recompute_pct"]) for row in chosen] == [
+        ("calibration", "full", 100), ("test", "full", 100)]
+    assert all(row["dkl_nats"] == row["noise_floor_nats"] and row["dkl_nats"]["value"] < 0.01 for row in chosen)
+    assert Calibrated.read(path).arm(64).name == "full"

@@ -15,7 +15,7 @@ EXPERIMENT = repair_frontier
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
          "repair_frontier.n_past=[64]", "repair_frontier.n_cases=1", "repair_frontier.shares_pct=[10.0]",
          "repair_frontier.families=[head,head+suffix,blend,oracle]", "repair_frontier.arms=[head-10]",
-         "repair_frontier.compiled_behind=[system,ensemble-2x64]", "repair.compiled_behind=[ensemble-2x64]"]
+         "repair_frontier.compiled_behind=[system,ensemble-2x64]"]
 
 
 @pytest.fixture(scope="module")

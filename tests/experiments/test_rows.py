@@ -223,35 +223,47 @@ def test_what_decodes_other_tokens_has_no_ideal(arm):
 # --- calibrated_repair
 
 
-def policy_samples(nats, n_past=256, arm="head-16", behind="preamble-64"):
-    keys = {"n_past": n_past, "policy_arm": arm, "compiled_behind": behind}
+def ladder_samples(nats, which="calibration", n_past=256, arm="head-16"):
+    keys = {"n_past": n_past, "set": which, "compiled_behind": "preamble-64"}
     return [make(case, probe=probe, **keys | extra) for case, kl in enumerate(nats) for probe, extra in (
         ("query", {}), ("block_end", {"dkl_nats": 9.0, "ttft_ms": 999.0}))
-        for make, extra in ((sample, {"arm": "policy", "dkl_nats": kl} | extra), (floor, extra))]
+        for make, extra in ((sample, {"arm": arm, "dkl_nats": kl} | extra), (floor, {"arm": "full"} | extra))]
 
 
-def test_the_policys_rows_count_violations_behind_the_query():
+def by_arm(table):
+    return {(row["n_past"], row["set"], row["arm"]): row for row in table}
+
+
+def test_a_ladders_rows_count_violations_behind_the_query():
     nats = [0.001, 0.002, 0.02, 0.021, 0.5]
-    calibration, test = rows.calibrated_repair(policy_samples([0.003, 0.001, 0.002]), policy_samples(nats), SEED,
-                                               LEVEL, 0.02)
-    assert (calibration["set"], test["set"]) == ("calibration", "test")
+    table = by_arm(rows.calibrated_repair(
+        ladder_samples([0.003, 0.001, 0.002]), ladder_samples(nats, "test"),
+        {256: "head-16"}, SEED, LEVEL, 0.02))
+    assert list(table) == [(256, which, arm) for which in ("calibration", "test") for arm in ("head-16", "full")]
+    calibration, test = (table[256, which, "head-16"] for which in ("calibration", "test"))
     assert test["violation_rate"] == stats.wilson(2, 5, LEVEL), "exactly epsilon is no violation"
     assert calibration["violation_rate"] == stats.wilson(0, 3, LEVEL)
     assert test["dkl_nats"] == stats.mean(nats, SEED, LEVEL)
     assert test["dkl_upper_nats"] == pytest.approx(stats.mean(nats, SEED, 0.90).ci_high, rel=1e-9)
     assert test["dkl_nats"].value < test["dkl_upper_nats"] < test["dkl_nats"].ci_high
-    assert test["noise_floor_nats"].value == pytest.approx(0.003)
+    assert test["noise_floor_nats"].value == table[256, "test", "full"]["dkl_nats"].value == pytest.approx(0.003)
     for row in (calibration, test):
-        assert (row["arm"], row["compiled_behind"], row["epsilon_nats"]) == ("head-16", "preamble-64", 0.02)
+        assert (row["chosen"], row["compiled_behind"], row["epsilon_nats"]) == (True, "preamble-64", 0.02)
         assert row["recompute_pct"] == 25 and row["speedup"].value == 10
         assert not {"ideal_speedup", "latency_per_ideal"} & set(row)
+    assert not table[256, "test", "full"]["chosen"]
 
 
 def test_depths_and_sets_are_not_mixed():
-    table = rows.calibrated_repair(policy_samples([0.1, 0.2]) + policy_samples([0.3, 0.5], 512, "full"),
-                                   policy_samples([0.0, 0.0]) + policy_samples([1.0, 2.0], 512, "full"), SEED, LEVEL, 0.4)
-    assert [(row["set"], row["n_past"], row["arm"], row["dkl_nats"].value, row["violation_rate"].value)
-            for row in table] == [("calibration", 256, "head-16", pytest.approx(0.15), 0.0),
-                                  ("calibration", 512, "full", 0.4, 0.5),
-                                  ("test", 256, "head-16", 0.0, 0.0), ("test", 512, "full", 1.5, 1.0)]
-    assert table[2]["dkl_upper_nats"] is None, "identical samples give no bound"
+    table = by_arm(rows.calibrated_repair(
+        ladder_samples([0.1, 0.2]) + ladder_samples([0.3, 0.5], n_past=512),
+        ladder_samples([0.0, 0.0], "test") + ladder_samples([1.0, 2.0], "test", 512, "none"), {256: "head-16", 512: "full"},
+        SEED, LEVEL, 0.4))
+    found = {key: (row["dkl_nats"].value, row["violation_rate"].value) for key, row in table.items()
+             if key[2] != "full"}
+    assert found == {(256, "calibration", "head-16"): (pytest.approx(0.15), 0.0),
+                     (512, "calibration", "head-16"): (0.4, 0.5),
+                     (256, "test", "head-16"): (0.0, 0.0), (512, "test", "none"): (1.5, 1.0)}
+    assert table[256, "test", "head-16"]["dkl_upper_nats"] is None, "identical samples give no bound"
+    assert {key for key, row in table.items() if row["chosen"]} == {
+        (n_past, which, arm) for n_past, arm in ((256, "head-16"), (512, "full")) for which in ("calibration", "test")}

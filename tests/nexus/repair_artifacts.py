@@ -99,9 +99,9 @@ def gating(rhos=None, level=0.95):
         for n_past in (256, 1024, 2048) for context in ("on", "off") for predictor, (rho, spread) in rhos.items()])
 
 
-def policy_row(n_past, which, dkl, upper, violations=0.1, level=0.95):
-    return {"n_past": n_past, "set": which, "arm": "head-10%", "recompute_pct": 10.0,
-            "compiled_behind": "ensemble-4x1000", "epsilon_nats": 0.02, "dkl_nats": dkl and metric(dkl, 0.3, 20, level),
+def policy_row(n_past, which, dkl, upper, violations=0.1, level=0.95, arm="head-10%", chosen=True):
+    return {"n_past": n_past, "set": which, "arm": arm, "chosen": chosen, "recompute_pct": 10.0,
+            "compiled_behind": "ensemble-4x256", "epsilon_nats": 0.02, "dkl_nats": dkl and metric(dkl, 0.3, 20, level),
             "dkl_upper_nats": upper, "violation_rate": top1(violations, 20, level), "top1": top1(0.95, 20, level),
             "noise_floor_nats": metric(0.0015, 0.2, 20, level), "speedup": metric(5.1, 0.03, 20, level)}
 

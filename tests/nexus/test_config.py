@@ -90,11 +90,9 @@ def test_another_profile_may_not_take_the_folder():
         ("run_name=..", "run_name: '..' is not allowed"),
         ("run_name=${nowhere}", "run_name: Interpolation key 'nowhere' not found"),
         ("seed=???", "seed: Missing mandatory value: seed"),
-        ("repair.compiled_behind=[systems]", "repair.compiled_behind.0: 'systems' is not allowed"),
-        ("repair.compiled_behind=[system,ensemble-0x256]", "repair.compiled_behind.1: 'ensemble-0x256' is not allowed"),
-        ("repair.compiled_behind=[]", "repair.compiled_behind: [] is not allowed"),
-        ("repair.compiled_behind=[preamble-8]", "repair.compiled_behind: 'preamble-8' is not measured; "
-                                                "add it to repair_frontier.compiled_behind"),
+        ("repair.compiled_behind=systems", "repair.compiled_behind: 'systems' is not allowed"),
+        ("repair.compiled_behind=ensemble-0x256", "repair.compiled_behind: 'ensemble-0x256' is not allowed"),
+        ("repair.compiled_behind=[system]", "repair.compiled_behind: ['system'] is not allowed"),
         ("repair.epsilon_nats=0.0", "repair.epsilon_nats: 0.0 is not allowed"),
         ("repair.recompute_full_mult=1.0", "repair.recompute_full_mult: 1.0 is not allowed"),
         ("repair_frontier.compiled_behind=[preamble]", "repair_frontier.compiled_behind.0: 'preamble' is not allowed"),
@@ -105,7 +103,11 @@ def test_another_profile_may_not_take_the_folder():
         ("deep_splice_ttft.curves=[1.0]", "deep_splice_ttft.curves.0: 1.0 is not allowed"),
         ("deep_splice_ttft.trials_cold=0", "deep_splice_ttft.trials_cold: 0 is not allowed"),
         ("gating_nogo.contexts=[near]", "gating_nogo.contexts.0: 'near' is not allowed"),
-        ("calibrated_repair.n_case=3", "calibrated_repair.n_case: unknown key; did you mean calibrated_repair.n_cases"),
+        ("calibrated_repair.n_tests=3", "calibrated_repair.n_tests: unknown key; did you mean calibrated_repair.n_test"),
+        ("calibrated_repair.ladder=[]", "calibrated_repair.ladder: [] is not allowed"),
+        ("calibrated_repair.ladder=[none,oracle-10]", "calibrated_repair.ladder: 'oracle-10' needs the answer"),
+        ("calibrated_repair.n_past=[8000]", "calibrated_repair.n_past: 8000 and"),
+        ("repair_frontier.arms=[none]", "repair_frontier.arms: 'none' is measured always"),
         ("layouts.also=[a/b]", "layouts.also.0: 'a/b' is not allowed"),
         ("~workload.held_out_tools", "workload.held_out_tools: missing"),
         ("workload.preambles=''", "workload.preambles: '' is not allowed"),
@@ -223,7 +225,7 @@ def test_what_another_section_decides_is_a_part_of_the_experiments_config():
     def stated(experiment):
         return repairs & cfg.resolved(experiment).keys()
 
-    assert stated("calibrated_repair") == repairs
+    assert stated("calibrated_repair") == {"repair", "calibrated_repair"}
     assert stated("deep_splice_ttft") == {"repair"} and stated("repair_frontier") == {"repair_frontier"}
     for name in set(EXPERIMENTS) - repairs - {"deep_splice_ttft"}:
         assert stated(name) == set() and name in cfg.resolved(name)

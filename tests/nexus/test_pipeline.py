@@ -88,22 +88,6 @@ def test_other_experiments_config_does_not_measure_again(places: Path):
     assert run.runs == 1
 
 
-def test_an_experiment_that_reads_another_runs_again_when_that_one_changed(places: Path):
-    cfg, out, runs = validate(compose()), places / "out", []
-
-    def calibrated(cfg, out):
-        runs.append(1)
-        path = out / "calibrated_repair.json"
-        path.write_text("{}")
-        return path
-
-    out.mkdir()
-    for frontier, expected in (("a", 1), ("a", 1), ("b", 2)):
-        (out / "repair_frontier.json").write_text(frontier)
-        execute("calibrated_repair", calibrated, cfg, out)
-        assert len(runs) == expected
-
-
 def test_failed_run_is_not_complete(places: Path):
     def broken(cfg, out):
         raise RuntimeError("stopped")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nexus import artifact, repair_policy, stats
 from nexus.repair import Place, RepairError, arm_of
 from nexus.repair_policy import (
-    Calibrated, Candidate, Choice, Schedule, calibrate, default_policy, schedule_pct, splice_with, upper_bound,
+    Calibrated, Choice, Rung, Schedule, calibrate, default_policy, schedule_pct, splice_with, upper_bound,
 )
 
 SHA = "ab" * 32
@@ -107,73 +107,69 @@ def test_samples_without_an_interval_have_no_bound(nats):
 # --- calibration
 
 
-def candidate(arm="head-16", cost=10.0, around=0.01, behind="system", n=6):
-    """A candidate whose samples lie within a tenth of `around`."""
-    return Candidate(arm, behind, cost, tuple(around * (0.9 + 0.2 * i / (n - 1)) for i in range(n)))
+def rung(arm="head-16", around=0.01, n=6):
+    """A rung whose samples lie within a tenth of `around`."""
+    return Rung(arm, tuple(around * (0.9 + 0.2 * i / (n - 1)) for i in range(n)))
 
 
-def names(choices):
-    return [(choice.n_past, choice.arm, choice.compiled_behind) for choice in choices]
+def bound(of, seed=0):
+    return upper_bound(of.dkl_nats, seed, 0.95)
 
 
-def test_the_cheapest_arm_within_epsilon_is_taken_per_depth_in_ascending_order():
-    measured = {512: [candidate("head-50%", 50, 0.001), candidate("head-25%", 25, 0.01), candidate("head-4", 4, 0.3)],
-                256: [candidate("none", 0, 0.015, "ensemble-4x256"), candidate("head-16", 8, 0.001)]}
-    choices = calibrate(measured, 0.02, seed=0)
-    assert names(choices) == [(256, "none", "ensemble-4x256"), (512, "head-25%", "system")]
-    assert choices[1].dkl_upper_nats == upper_bound(candidate("head-25%", 25, 0.01).dkl_nats, 0, 0.95)
+LADDER = [rung("none", 0.1), rung("head-16", 0.01), rung("head-50%", 0.001), rung("full", 0.0001)]
 
 
-def test_a_smaller_epsilon_escalates_up_to_full():
-    arms = [candidate("none", 0, 0.1), candidate("head-16", 8, 0.01), candidate("head-50%", 50, 0.001)]
-    taken = [calibrate({256: arms}, epsilon, seed=0)[0].arm for epsilon in (1, 0.02, 0.002, 0.0001)]
-    assert taken == ["none", "head-16", "head-50%", "full"]
-    assert calibrate({256: arms}, 0.0001, seed=0) == [Choice(256, "full", "system", None)]
+@pytest.mark.parametrize(("epsilon", "arm"), [
+    (1, "none"), (0.02, "head-16"), (0.002, "head-50%"), (0.0002, "full"), (0.00001, "full")])
+def test_a_smaller_epsilon_escalates_up_to_full(epsilon, arm):
+    assert calibrate(LADDER, epsilon, seed=0)[0] == arm
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_equal_costs_the_lower_bound_wins(order):
-    arms = [candidate(cost=8, around=0.01, behind="system"), candidate(cost=8, around=0.002, behind="preamble-256")]
-    assert names(calibrate({256: arms[::order]}, 0.02, seed=0)) == [(256, "head-16", "preamble-256")]
+def test_the_taken_rungs_bound_is_told_and_full_without_a_measurement_has_none():
+    assert calibrate(LADDER, 0.02, seed=0) == ("head-16", bound(LADDER[1]))
+    assert calibrate(LADDER[:1], 0.02, seed=0) == calibrate([], 0.02, seed=0) == ("full", None)
+
+
+def test_a_rung_below_one_that_failed_is_not_tested():
+    ladder = [rung("none", 0.001), rung("head-16", 0.1), rung("head-50%", 0.001)]
+    assert calibrate(ladder, 0.02, seed=0)[0] == "head-50%"
 
 
 def test_epsilon_itself_is_allowed():
-    arm = candidate()
-    bound = upper_bound(arm.dkl_nats, 0, 0.95)
-    assert calibrate({256: [arm]}, bound, seed=0)[0].arm == "head-16"
-    assert calibrate({256: [arm]}, np.nextafter(bound, 0), seed=0)[0].arm == "full"
+    assert calibrate([rung()], bound(rung()), seed=0)[0] == "head-16"
+    assert calibrate([rung()], np.nextafter(bound(rung()), 0), seed=0)[0] == "full"
 
 
-def test_an_arm_with_a_mean_below_epsilon_and_a_bound_above_is_not_taken():
-    arm = Candidate("head-16", "system", 8, (0.0, 0.0, 0.0, 0.0, 0.0, 0.09))
-    assert np.mean(arm.dkl_nats) < 0.02 < upper_bound(arm.dkl_nats, 0, 0.95)
-    assert calibrate({256: [arm]}, 0.02, seed=0)[0].arm == "full"
+def test_a_rung_with_a_mean_below_epsilon_and_a_bound_above_is_not_taken():
+    wide = Rung("head-16", (0.0, 0.0, 0.0, 0.0, 0.0, 0.09))
+    assert np.mean(wide.dkl_nats) < 0.02 < bound(wide)
+    assert calibrate([wide], 0.02, seed=0)[0] == "full"
 
 
 @pytest.mark.parametrize("nats", [(0.0,), ()])
 def test_a_single_sample_is_never_taken(nats):
-    assert calibrate({256: [Candidate("none", "system", 0, nats)]}, 10.0, seed=0) == [
-        Choice(256, "full", "system", None)]
+    assert calibrate([Rung("none", nats)], 10.0, seed=0) == ("full", None)
 
 
-@given(st.dictionaries(st.sampled_from([256, 512]), st.lists(st.tuples(
-    st.sampled_from([0.0, 8.0, 25.0]), st.lists(st.floats(0, 0.1), min_size=1, max_size=6)), min_size=1, max_size=3),
-    min_size=1), st.floats(0.001, 0.1))
+@given(st.lists(st.lists(st.floats(0, 0.1), min_size=1, max_size=6), max_size=4), st.floats(0.001, 0.1))
 @settings(max_examples=25, deadline=None)
-def test_a_chosen_arms_bound_never_exceeds_epsilon_and_no_cheaper_arm_held_it(measured, epsilon):
-    candidates = {n_past: [Candidate(f"head-{i + 1}", "system", cost, tuple(nats))
-                           for i, (cost, nats) in enumerate(arms)] for n_past, arms in measured.items()}
-    choices = calibrate(candidates, epsilon, seed=3)
-    assert [choice.n_past for choice in choices] == sorted(candidates)
-    for choice in choices:
-        bounds = {arm.arm: upper_bound(arm.dkl_nats, 3, 0.95) for arm in candidates[choice.n_past]}
-        able = {arm.arm: arm.cost for arm in candidates[choice.n_past]
-                if bounds[arm.arm] is not None and bounds[arm.arm] <= epsilon}
-        if choice.arm == "full":
-            assert not able and choice.dkl_upper_nats is None
-        else:
-            assert choice.dkl_upper_nats == bounds[choice.arm] <= epsilon
-            assert able[choice.arm] == min(able.values())
+def test_every_rung_from_the_taken_one_up_keeps_to_epsilon_and_the_next_does_not(nats, epsilon):
+    ladder = [Rung(f"head-{i + 1}", tuple(values)) for i, values in enumerate(nats)]
+    arm, upper = calibrate(ladder, epsilon, seed=3)
+    bounds = [bound(each, 3) for each in ladder]
+    first = next((i for i, each in enumerate(ladder) if each.arm == arm), len(ladder))
+    assert all(each is not None and each <= epsilon for each in bounds[first:])
+    assert upper == (bounds[first] if first < len(ladder) else None)
+    if first:
+        assert bounds[first - 1] is None or bounds[first - 1] > epsilon
+
+
+def test_many_rungs_do_not_let_a_bad_one_through_more_often():
+    """Of 40 rungs whose true mean is above ε, the cheapest that passes would be found nearly always."""
+    rng = np.random.default_rng(5)
+    passed = sum(calibrate([Rung(f"head-{i + 1}", tuple(rng.exponential(0.025, 24))) for i in range(40)], 0.02,
+                           seed=1)[0] != "full" for _ in range(40))
+    assert passed <= 8, "one test in twenty, with room for the bootstrap's own error"
 
 
 # --- the calibrated policy
@@ -197,7 +193,7 @@ def written(path):
     """A calibrated_repair artifact whose test rows state other arms than its calibration rows."""
     level = stats.mean([0.001, 0.002], 0)
     rows = [{"n_past": choice.n_past, "set": which, "arm": choice.arm if which == "calibration" else "none",
-             "recompute_pct": 10.0, "compiled_behind": choice.compiled_behind, "epsilon_nats": 0.02,
+             "recompute_pct": 10.0, "compiled_behind": choice.compiled_behind, "epsilon_nats": 0.02, "chosen": True,
              "dkl_nats": level, "dkl_upper_nats": choice.dkl_upper_nats, "violation_rate": stats.wilson(0, 2)}
             for which in ("test", "calibration") for choice in CHOICES]
     artifact.write(path, experiment="calibrated_repair", tuple_=TUPLE, config={"seed": 0}, rows=rows,

@@ -515,7 +515,7 @@ def untouched(runtime, words, monkeypatch):
     ([5, 6], [40, 40], [0, 1], "does not continue sequence 1"),
     ([5, 6], [40, 40], [0, 0], "position 40 follows 40 in sequence 0"), ([5, 6], [41, 40], [0, 0], "40 follows 41"),
     ([5, 6, 7], [40, 0, 42], [0, 2, 0], "42 follows 40 in sequence 0"), ([5, 6], [0, 2], [2, 2], "2 follows 0"),
-    ([5, 6], [0, 2**63 + 1], [2, 2], "follows 0"), ([5.0], [40], [0], "tokens are float64"),
+    ([5, 6], np.array([0, 2**63 + 1], np.uint64), [2, 2], "follows 0"), ([5.0], [40], [0], "tokens are float64"),
     ([5], [40.0], [0], "positions are float64"), ([5], [40], [False], "sequences are bool"),
     ([[5]], [40], [0], "tokens have 2 dimensions"), ([5], [[40]], [0], "positions have 2"),
     ([5], [40], 0, "sequences have 0"),

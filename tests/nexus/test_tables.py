@@ -217,6 +217,15 @@ def test_the_policy_shows_violations_with_their_bounds():
     assert sets[1]["violations, %"] == "10.0 [0, 20.0]" and sets[1]["upper bound, nats"] == "0.0156"
 
 
+def test_the_ladder_is_shown_and_the_rung_that_was_taken_is_marked():
+    rows = [synthetic.policy_row(256, "calibration", 0.001, 0.002, arm="none", chosen=False),
+            synthetic.policy_row(256, "calibration", 0.001, 0.002), synthetic.policy_row(256, "test", 0.001, 0.002),
+            synthetic.policy_row(256, "test", 0.9, 0.9, arm="full", chosen=False)]
+    sets, verdicts = parsed(tables.repair_policy(synthetic.artifact("calibrated_repair", rows)))
+    assert [row["arm"] for row in sets] == ["`none`", "`head-10%` (taken)", "`head-10%` (taken)", "`full`"]
+    assert verdicts[0]["verdict"] == "holds: the upper bound is within ε"
+
+
 def test_a_depth_without_a_test_is_not_tested():
     rows = [synthetic.policy_row(256, "calibration", 0.001, 0.002)]
     assert "| 256 | not tested |" in tables.repair_policy(synthetic.artifact("calibrated_repair", rows))
