@@ -7,6 +7,7 @@ behind `repair.compiled_behind`.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,29 +21,29 @@ from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, wr
 from nexus.repair import arm_of
 from nexus.repair_policy import Choice, Rung, calibrate
 from nexus.runtime import Model
-from nexus.workload import Workload, load_workload
+from nexus.workload import Workload, load_workload, select
 
 NAME = "calibrated_repair"
 SETS = ("calibration", "test")
 
 
 def workload_of(cfg: Config, which: str) -> Workload:
-    """Tools, queries and conversation of one of SETS; they share none."""
-    texts = cfg.workload
-    paths = ((texts.tools, texts.queries, texts.conversation) if which == "calibration"
-             else (texts.held_out_tools, texts.held_out_queries, texts.off_topic))
-    return load_workload(*(ROOT / path for path in paths))
+    """Tools, conversation and as many cases as configured of one of SETS; the sets share none of them."""
+    texts, section = cfg.workload, cfg.calibrated_repair
+    paths, n_cases = (((texts.tools, texts.queries, texts.conversation), section.n_calibration)
+                      if which == "calibration" else
+                      ((texts.held_out_tools, texts.held_out_queries, texts.off_topic), section.n_test))
+    workload = load_workload(*(ROOT / path for path in paths))
+    return replace(workload, cases=select(workload.cases, n_cases))
 
 
 class Ladder:
     """Measures one (set, depth, case) at a time: some arms, and a prefill in one batch as `full`."""
 
-    def __init__(self, cfg: Config, model: Model, which: str):
-        section = cfg.calibrated_repair
+    def __init__(self, cfg: Config, model: Model, which: str, workload: Workload):
         self.cfg, self.which = cfg, which
         self.n_layer, self.behind = model.n_layer, cfg.repair.compiled_behind
-        n_cases = section.n_calibration if which == "calibration" else section.n_test
-        self.bench = RepairBench(cfg, model, workload_of(cfg, which), n_cases, [self.behind])
+        self.bench = RepairBench(cfg, model, workload, len(workload.cases), [self.behind])
 
     def cells(self, arms: dict[int, list[str]]) -> list[Cell]:
         """One cell for each depth, whose arms these are, and case."""
@@ -81,7 +82,8 @@ def choices_of(samples: list[dict], cfg: Config) -> list[Choice]:
     choices = []
     for (n_past,), members in rows.grouped(samples, "n_past").items():
         rungs = [Rung(arm, tuple(s["dkl_nats"] for s in found))
-                 for (arm,), found in rows.grouped((s for s in members if s["probe"] == "query"), "arm").items()]
+                 for (arm,), found in rows.grouped((s for s in members if s["probe"] == "query"), "arm").items()
+                 if arm != "full"]
         arm, upper = calibrate(rungs, cfg.repair.epsilon_nats, cfg.seed, cfg.statistics.level)
         choices.append(Choice(n_past, arm, cfg.repair.compiled_behind, upper))
     return choices
@@ -90,12 +92,14 @@ def choices_of(samples: list[dict], cfg: Config) -> list[Choice]:
 def run(cfg: Config, out: Path) -> Path:
     """Path of the written artifact, `<out>/calibrated_repair.json`; cells measured earlier are not measured again."""
     section, level, epsilon = cfg.calibrated_repair, cfg.statistics.level, cfg.repair.epsilon_nats
+    # Both, so that a text that cannot be used is found before anything is measured.
+    workloads = {which: workload_of(cfg, which) for which in SETS}
     model = open_model(cfg.model)
-    ladder = Ladder(cfg, model, "calibration")
+    ladder = Ladder(cfg, model, "calibration", workloads["calibration"])
     isa = ladder.bench.splicer.isa
     known = measured(ladder, dict.fromkeys(section.n_past, [arm for arm in section.ladder if arm != "full"]))
     choices = choices_of(known, cfg)
-    test = measured(Ladder(cfg, model, "test"),
+    test = measured(Ladder(cfg, model, "test", workloads["test"]),
                     {choice.n_past: [choice.arm] if choice.arm != "full" else [] for choice in choices})
     taken = {choice.n_past: choice.arm for choice in choices}
     table = rows.calibrated_repair(known, test, taken, cfg.seed, level, epsilon)

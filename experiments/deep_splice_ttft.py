@@ -8,12 +8,14 @@ each warm one, and the cold prefill, runs once and is thrown away. Arms: `suffix
 the system prompt, as published), and the arms of the configuration (compiled behind `repair.compiled_behind`). Peers,
 what a server could do instead:
 
-engine-shift          warm: llama.cpp moves the compiled block by its own position shift; nothing is recomputed
+engine-shift          warm: llama.cpp moves a block compiled behind the system prompt by its own position shift; nothing
+                      is recomputed
 prefix-reuse          cold: the context is found in a prefix cache, block and query are prefilled
-group-cache           cold: system prompt and tool are one cached prefix, the conversation behind it is cached, too
-group-cache-rebuilt   cold: the same after the set of tools changed: the conversation is decoded again
+group-cache           cold: system prompt and GROUP_TOOLS tools are one cached prefix, the conversation behind it is
+                      cached, too; only the query is decoded
+group-cache-rebuilt   cold: the same after the set of tools changed: tools, conversation and query are decoded again
 
-Cold peers have the cache to themselves, as the arms have. Divergence is read against a full prefill: warm, of the same
+Cold peers find what they cache resident, have the rest of the cache to themselves, and stand beside a cold prefill. Divergence is read against a full prefill: warm, of the same
 batch split; cold, against the one timed in the trial.
 """
 from __future__ import annotations
@@ -41,6 +43,7 @@ NAME = "deep_splice_ttft"
 CURVE_ARM = "suffix-R(n)"
 CURVE_BEHIND = "system"
 PREFILL = "prefill"
+GROUP_TOOLS = 5
 
 Key = tuple[str, float | None]
 """Name of an arm or peer, and K of its curve where it has one."""
@@ -130,7 +133,7 @@ class Ttft:
             return [Timed("nothing", None, lambda: self.prefill_and_reuse(case_id)), *listed,
                     Timed("nothing", None, lambda: self.group_cache(case_id))]
         return [Timed("nothing", None, lambda: {(PREFILL, None): bench.prefilled(case_id)}), *listed,
-                Timed(self.behind, arm_of("none"), lambda: {("engine-shift", None): self.engine_shift(case_id)})]
+                Timed(CURVE_BEHIND, arm_of("none"), lambda: {("engine-shift", None): self.engine_shift(case_id)})]
 
     def _share(self, arm: Arm | None, n_tokens: int) -> float:
         """Share of the block that the arm recomputes as configured, percent."""
@@ -141,7 +144,7 @@ class Ttft:
     def engine_shift(self, case_id: str) -> Reading:
         """The compiled block moved by llama.cpp's own shift, which the query's decode applies."""
         bench, runtime = self.bench, self.bench.runtime
-        resident, end = bench.resident[self.behind, case_id], bench.position + len(bench.blocks[case_id])
+        resident, end = bench.resident[CURVE_BEHIND, case_id], bench.position + len(bench.blocks[case_id])
         runtime.seq_cp(CONTEXT, WORK)
         try:
             start = time.perf_counter()
@@ -172,19 +175,21 @@ class Ttft:
         return readings
 
     def group_cache(self, case_id: str) -> dict[Key, Reading]:
-        """System prompt and tool first, the conversation behind them: rebuilt behind that prefix, and all resident.
+        """System prompt and tools first, the conversation behind them: tools changed, and all of it resident.
 
         Another prompt, so that only its time is compared.
         """
         bench, runtime = self.bench, self.bench.runtime
-        prefix, query = np.concatenate([bench.system, bench.blocks[case_id]]), bench.queries[case_id]
+        first = bench.index[case_id]
+        tools = [bench.blocks[bench.cases[(first + i) % len(bench.cases)].id] for i in range(GROUP_TOOLS)]
         conversation = conversation_tokens(self.model, bench.conversation, bench.n_past)
-        end = len(prefix) + bench.n_past
+        behind, query = np.concatenate([*tools, conversation]), bench.queries[case_id]
+        end = len(bench.system) + len(behind)
         runtime.clear()
-        runtime.decode(prefix, 0, WORK)
+        runtime.decode(bench.system, 0, WORK)
         start = time.perf_counter()
-        runtime.decode(np.concatenate([conversation, query]), len(prefix), WORK, logits=True)
-        rebuilt = Reading({}, (time.perf_counter() - start) * 1e3, bench.n_past)
+        runtime.decode(np.concatenate([behind, query]), len(bench.system), WORK, logits=True)
+        rebuilt = Reading({}, (time.perf_counter() - start) * 1e3, len(tools[0]))
         runtime.seq_rm(WORK, end, -1)
         start = time.perf_counter()
         runtime.decode(query, end, WORK, logits=True)

@@ -12,7 +12,7 @@ descending        runs are recomputed from the last to the first, each behind co
 The sample always has the block's first tokens: `one-batch` recomputes these before the rest and `descending` after it,
 and without them the two would compute the same. It is larger than the share in its name by what these add.
 
-Every arm reports how many cells the block has per position; a faithful one has exactly 1.
+Every scattered arm reports how many cells the block has per position; a faithful one has exactly 1.
 """
 from __future__ import annotations
 
@@ -127,33 +127,35 @@ class Gate:
         self.bench = RepairBench(cfg, self.model, workload, cfg.rope_boundary_gate.n_cases, [BEHIND])
 
     def measure(self, cell: Cell) -> list[dict]:
-        """Samples of one (depth, case): every way of recomputing the same tokens, and two other arms."""
+        """Samples of one (depth, case): every way of recomputing the same tokens, and other arms, in a shuffled order."""
         bench, pct = self.bench, self.cfg.rope_boundary_gate.recompute_pct
         case_id = cell.inputs["case"]
         bench.enter(cell.inputs["n_past"])
         reference, _ = bench.reference(case_id)
-        samples = []
-        for arm, share in (("noise_floor", 100.0), ("none", 0.0), (f"suffix-{pct:g}", pct), (f"head-{pct:g}%", pct)):
-            measured = (bench.prefilled(case_id) if arm == "noise_floor"
-                        else bench.repaired(case_id, BEHIND, arm_of(arm)))
-            samples += bench.samples(case_id, reference, measured, arm=arm, recompute_pct=share, faithful=True,
-                                     cells_per_position=1.0)
-        for arm, fill in (FAITHFUL | WRONG).items():
-            measured, cells = self.scattered(case_id, fill)
-            samples += bench.samples(case_id, reference, measured, arm=f"{scattered_name(pct)} {arm}",
-                                     recompute_pct=pct, faithful=arm in FAITHFUL, cells_per_position=cells)
-        return samples
+        plain = {"none": 0.0, f"suffix-{pct:g}": pct, f"head-{pct:g}%": pct}
+        calls: list[tuple[dict, Callable[[], tuple[Reading, float]]]] = [
+            ({"arm": "noise_floor", "recompute_pct": 100.0, "faithful": True}, lambda: (bench.prefilled(case_id), 1.0))]
+        calls += [({"arm": arm, "recompute_pct": share, "faithful": True},
+                   lambda arm=arm: (bench.repaired(case_id, BEHIND, arm_of(arm)), 1.0)) for arm, share in plain.items()]
+        calls += [({"arm": f"{scattered_name(pct)} {way}", "recompute_pct": pct, "faithful": way in FAITHFUL},
+                   lambda fill=fill: self.scattered(case_id, fill)) for way, fill in (FAITHFUL | WRONG).items()]
+        samples = {}
+        for i in np.random.default_rng([self.cfg.seed, bench.n_past, bench.index[case_id]]).permutation(len(calls)):
+            keys, call = calls[i]
+            measured, cells = call()
+            samples[i] = bench.samples(case_id, reference, measured, **keys, cells_per_position=cells)
+        return [sample for i in sorted(samples) for sample in samples[i]]
 
     def scattered(self, case_id: str, fill: Callable[[Place, np.ndarray], None]) -> tuple[Reading, float]:
         """The reading after `fill` recomputed this case's sample of tokens, and the block's cells per position."""
         bench = self.bench
         runtime, block, position = bench.runtime, bench.blocks[case_id], bench.position
-        place = bench.place(case_id, BEHIND)
-        chosen = arm_of(scattered_name(self.cfg.rope_boundary_gate.recompute_pct)).select(place)
+        place, arm = bench.place(case_id, BEHIND), arm_of(scattered_name(self.cfg.rope_boundary_gate.recompute_pct))
         end = position + len(block)
         runtime.seq_cp(CONTEXT, WORK)
         try:
             start = time.perf_counter()
+            chosen = arm.select(place)
             fill(place, chosen)
             query = runtime.decode(bench.queries[case_id], end, WORK, logits=True)
             ttft_ms = (time.perf_counter() - start) * 1e3

@@ -45,6 +45,18 @@ def latency(samples: Samples, prefills: Samples, seed: int, level: float) -> dic
     }
 
 
+def without_one(prefill_ms: Sequence[float], splice_ms: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Smallest and largest ratio of medians when any one pair is left out; no numbers for fewer than three.
+
+    Whether more trials could change a verdict: where both are on the same side of it, no single trial decides.
+    """
+    if len(splice_ms) < 3:
+        return None, None
+    ratios = [float(np.median(np.delete(prefill_ms, i)) / np.median(np.delete(splice_ms, i)))
+              for i in range(len(splice_ms))]
+    return min(ratios), max(ratios)
+
+
 def decoded_share(sample: dict) -> float:
     """Tokens that the arm decodes over those that a prefill does; a probe of some layers counts as its share."""
     resident = sample.get("context_tokens", 0)
@@ -53,14 +65,24 @@ def decoded_share(sample: dict) -> float:
 
 
 def repair_frontier(samples: Samples, seed: int, level: float) -> list[dict]:
-    """One row per arm, share, depth, probe and what the block was compiled behind."""
+    """One row per arm, share, depth, probe and what the block was compiled behind.
+
+    `latency_per_ideal_all_depths` is the median over all depths of the arm: what one depth's few pairs leave to chance.
+    """
     floors = grouped((s for s in samples if s["arm"] == "noise_floor"), "n_past", "probe")
+    prefill_ms = {(s["n_past"], s["case"]): s["ttft_ms"] for s in samples
+                  if s["arm"] == "noise_floor" and s["probe"] == "query"}
+    arm_keys = ("arm", "recompute_pct", "compiled_behind")
+    pooled = {group: stats.median([s["ttft_ms"] / (prefill_ms[s["n_past"], s["case"]] * decoded_share(s))
+                                   for s in members], seed, level)
+              for group, members in grouped((s for s in samples if s["probe"] == "query"), *arm_keys).items()}
     table = []
     keys = ("arm", "recompute_pct", "n_past", "probe", "compiled_behind")
     for group, members in grouped(samples, *keys).items():
         row = dict(zip(keys, group)) | fidelity(members, seed, level)
         prefills = floors[row["n_past"], row["probe"]]
         row |= latency(members, prefills, seed, level)
+        row["latency_per_ideal_all_depths"] = pooled[tuple(row[key] for key in arm_keys)]
         row["recomputed_tokens"] = stats.mean([s["recomputed"] for s in members], seed, level)
         if row["recompute_pct"] is None:
             row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["block_tokens"] for s in members]))
@@ -87,10 +109,13 @@ def deep_splice_ttft(samples: Samples, seed: int, level: float) -> list[dict]:
         query = [s for s in members if s["probe"] == "query"]
         row["r_pct"] = float(np.mean([s["r_pct"] for s in query]))
         beside = {s["trial"]: s for s in prefills[row["n_past"], row["protocol"]]}
-        row |= latency(query, [beside[s["trial"]] for s in query], seed, level)
+        paired = [beside[s["trial"]] for s in query]
+        row |= latency(query, paired, seed, level)
+        row["speedup_without_one_low"], row["speedup_without_one_high"] = without_one(
+            [s["ttft_ms"] for s in paired], [s["ttft_ms"] for s in query])
         if row["arm"] in OTHER_WORK:
             row |= {"ideal_speedup": None, "latency_per_ideal": None}
-        if row["arm"].startswith("group-cache"):
+        if row["arm"] == "group-cache":
             row["r_pct"] = 0.0
         row |= {"dkl_nats": None, "top1": None, "dkl_block_end_nats": None, "top1_block_end": None}
         if "dkl_nats" in query[0]:

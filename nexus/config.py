@@ -101,8 +101,8 @@ class Workload(_Section):
 
 
 class Statistics(_Section):
-    level: Annotated[float, Field(gt=0, lt=1)]
-    """Confidence level of every interval."""
+    level: Annotated[float, Field(gt=0.5, lt=1)]
+    """Confidence level of every interval; one-sided bounds need more than ½."""
 
 
 class DklSweep(_Section):
@@ -185,8 +185,8 @@ class CalibratedRepair(_Section):
     """Depths of the context, in tokens."""
     ladder: Annotated[list[ArmName], NotEmpty, Unique]
     """Arms to choose from, cheapest first; a prefill comes behind the last."""
-    n_calibration: Count
-    """Tool-and-query pairs per depth of the calibration set."""
+    n_calibration: Annotated[int, Field(ge=2)]
+    """Tool-and-query pairs per depth of the calibration set; one alone has no upper bound."""
     n_test: Count
     """Held-out tool-and-query pairs per depth, behind the off-topic conversation."""
 
@@ -294,7 +294,7 @@ class Config(_Section):
                     f"runtime.n_ctx ({runtime.n_ctx}); lower the depth or raise runtime.n_ctx"
                 )
         named = {"repair_frontier.arms": self.repair_frontier.arms, "deep_splice_ttft.arms": self.deep_splice_ttft.arms,
-                 "calibrated_repair.ladder": self.calibrated_repair.ladder}
+                 "calibrated_repair.ladder": self.calibrated_repair.ladder, "layouts.arms": self.layouts.arms}
         for name, arms in named.items():
             if oracles := [arm for arm in arms if "oracle" in arm]:
                 raise ValueError(f"{name}: {oracles[0]!r} needs the answer and is no method; it belongs in "

@@ -130,6 +130,8 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
             "config": cfg.sha256(name),
             "code": code_sha256(f"experiments.{name}"),
             "texts": _texts(cfg),
+            "llama_cpp": provenance.version("llama-cpp-python"),
+            "cpu": provenance.cpu_model(),
             "models": _models(name, cfg),
         }
         path = out / f"{name}.json"

@@ -134,6 +134,9 @@ class Calibrated:
         Raises RepairError for another model's artifact; ArtifactError, FileNotFoundError.
         """
         measured = artifact.read(path)
+        if measured["experiment"] != "calibrated_repair":
+            raise RepairError(f"{path}: an artifact of {measured['experiment']}; a policy is read from "
+                              "calibrated_repair.json")
         found = measured["tuple"]["model_sha256"]
         if model_sha256 not in (None, found):
             raise RepairError(f"{path}: calibrated for the model {found[:12]}, not {model_sha256[:12]}; measure "

@@ -9,10 +9,11 @@ from experiments import calibrated_repair, compiled
 from experiments.calibrated_repair import Ladder, choices_of, workload_of
 from nexus import artifact, config, stats
 from nexus.repair_policy import Calibrated, Choice
+from nexus.workload import WorkloadError
 
 EXPERIMENT = calibrated_repair
 QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
-         "repair.compiled_behind=preamble-64", "calibrated_repair.n_past=[64]",
+         "repair.compiled_behind=preamble-48", "calibrated_repair.n_past=[64]",
          "calibrated_repair.ladder=[none,head-10]", "calibrated_repair.n_calibration=2", "calibrated_repair.n_test=2"]
 # Any arm keeps to the first, none but a prefill to the second.
 LOOSE, STRICT = "repair.epsilon_nats=100.0", "repair.epsilon_nats=1.0e-12"
@@ -32,8 +33,21 @@ def test_the_ladder_is_read_by_depth_and_behind_the_query_only(cfg):
     deep = [sample(nats=nats, n_past=512) for nats in (0.4, 0.5)]
     first, second = choices_of([*cheap, *dear, *deep], cfg)
     upper = stats.mean([0.001, 0.002], cfg.seed, 0.9).ci_high
-    assert first == Choice(256, "head-16", "preamble-64", pytest.approx(upper))
-    assert second == Choice(512, "full", "preamble-64", None)
+    assert first == Choice(256, "head-16", "preamble-48", pytest.approx(upper))
+    assert second == Choice(512, "full", "preamble-48", None)
+
+
+def test_a_prefill_is_no_rung_so_that_one_without_a_bound_hides_no_other(cfg):
+    """Where batches split alike a prefill's divergence is 0 in every case, which has no bound."""
+    ladder = [sample(arm, nats=nats) for arm, around in (("head-16", 0.001), ("full", 0.0))
+              for nats in (around, 1.1 * around)]
+    assert choices_of(ladder, cfg)[0].arm == "head-16"
+
+
+def test_a_set_that_has_too_few_cases_is_found_before_the_model_is_opened(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrated_repair, "open_model", None)
+    with pytest.raises(WorkloadError, match="900 cases are asked for"):
+        calibrated_repair.run(strict_or_loose("calibrated_repair.n_test=900"), tmp_path)
 
 
 def test_the_sets_share_no_tool_no_query_and_no_turn(cfg):
@@ -56,7 +70,7 @@ def test_a_loose_policy_takes_the_cheapest_rung_and_resumes_to_the_same_bytes(fo
         nats = [s["dkl_nats"] for s in samples if (s["set"], s["arm"], s["probe"]) == (row["set"], row["arm"], "query")]
         assert row["dkl_nats"] == stats.mean(nats, cfg.seed).row() and row["dkl_nats"]["n"] == 2
         assert row["dkl_upper_nats"] == pytest.approx(stats.mean(nats, cfg.seed, 0.9).ci_high)
-        assert row["compiled_behind"] == "preamble-64"
+        assert row["compiled_behind"] == "preamble-48"
     assert rows[3]["violation_rate"]["value"] == 0 and rows[3]["recompute_pct"] == 0
     assert rows[3]["speedup"]["value"] > 1 == rows[4]["speedup"]["value"]
     assert Calibrated.read(path).arm(64).name == "none"

@@ -70,10 +70,11 @@ def test_a_measurement_leaves_the_context_alone(gate, samples):
     assert gate.bench.runtime.pos_max(CONTEXT) == gate.bench.position - 1
 
 
-def test_wrong_caches_are_further_from_a_prefill_than_the_noise_floor(samples):
+def test_wrong_caches_are_further_from_a_prefill_than_the_noise_floor_and_other_than_faithful_ones(samples):
     query = {s["arm"].removeprefix("head-8+random-25 "): s["dkl_nats"] for s in samples if s["probe"] == "query"}
     assert query["noise_floor"] < 0.01
     assert all(query[arm] > query["noise_floor"] for arm in WRONG)
+    assert not {query[arm] for arm in WRONG} & {query[arm] for arm in FAITHFUL}
 
 
 def test_sequential_and_one_batch_recompute_the_same_tokens(gate, monkeypatch):

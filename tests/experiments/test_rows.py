@@ -105,6 +105,18 @@ def test_the_frontier_has_a_row_per_cell_beside_the_prefill_of_its_depth():
             assert row["ideal_speedup"].value == row["latency_per_ideal"].value == 1
 
 
+def test_the_latency_over_all_depths_is_the_median_of_all_pairs_behind_the_query():
+    samples = [make for n_past, ms in ((256, (40.0, 44.0)), (512, (48.0, 80.0))) for case in range(2)
+               for make in (floor(case, n_past=n_past), sample(case, ms[case], n_past=n_past),
+                            sample(case, 999.0, n_past=n_past, probe="block_end"),
+                            floor(case, 1.0, n_past=n_past, probe="block_end"))]
+    heads = [row for row in rows.repair_frontier(samples, SEED, LEVEL) if row["arm"] == "head"]
+    # 40 % of 100 ms is the ideal: 1, 1.1, 1.2 and 2 times that were taken.
+    assert len(heads) == 4
+    assert {row["latency_per_ideal_all_depths"].value for row in heads} == {pytest.approx(1.15)}
+    assert {row["latency_per_ideal_all_depths"].n for row in heads} == {4}
+
+
 def test_the_share_of_an_arm_that_counts_tokens_is_its_mean():
     counted = [row for row in rows.repair_frontier(frontier_samples(), SEED, LEVEL) if row["arm"] == "head-4"]
     assert len(counted) == 4
@@ -207,6 +219,13 @@ def test_a_peer_measured_in_fewer_trials_is_paired_with_the_prefills_of_these():
     assert row["speedup"].value == pytest.approx(2)
     assert row["speedup"].ci_high is None or row["speedup"].ci_high == pytest.approx(2)
     assert row["dkl_nats"] is row["top1"] is row["dkl_block_end_nats"] is row["top1_block_end"] is None
+
+
+@pytest.mark.parametrize(("prefill", "splice", "found"), [
+    ([100, 200, 400], [50, 100, 100], (2.0, 10 / 3)), ([90, 90, 90], [30, 30, 30], (3.0, 3.0)),
+    ([100, 200], [50, 100], (None, None)), ([], [], (None, None))])
+def test_speed_ups_without_one_trial(prefill, splice, found):
+    assert rows.without_one(prefill, splice) == pytest.approx(found)
 
 
 @pytest.mark.parametrize("arm", ["engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reuse"])

@@ -32,7 +32,8 @@ def repair_row(arm, share, n_past, dkl, speedup, behind="system", probe="query",
             "dkl_nats": metric(dkl, 0.5 if dkl else 0, level=level), "top1": top1(0.9, level=level),
             "speedup": metric(speedup, 0.05, method="percentile-bootstrap", level=level),
             "ideal_speedup": metric(1.1 * speedup, 0.05, level=level),
-            "latency_per_ideal": metric(1.1, 0.05, level=level)}
+            "latency_per_ideal": metric(1.1, 0.05, level=level),
+            "latency_per_ideal_all_depths": metric(1.1, 0.05, 48, level)}
 
 
 def frontier(depths=DEPTHS, level=0.95):
@@ -62,6 +63,8 @@ def ttft_row(arm, n_past, protocol, speedup, dkl, curve_k=None, r_pct=0.0, behin
     return {"n_past": n_past, "curve_k": curve_k, "arm": arm, "protocol": protocol, "r_pct": r_pct,
             "compiled_behind": behind, "prefill_ms": metric(1500.0, 0.02, 15, level),
             "splice_ms": metric(1500.0 / speedup, 0.02, 15, level), "speedup": metric(speedup, 0.03, 15, level),
+            "speedup_without_one_low": 0.99 * speedup if protocol == "cold" else None,
+            "speedup_without_one_high": 1.02 * speedup if protocol == "cold" else None,
             "ideal_speedup": metric(speedup * 1.05, 0.03, 15, level),
             "latency_per_ideal": metric(1.05, 0.03, 15, level), "dkl_nats": metric(dkl, 0.4 if dkl else 0, 10, level),
             "top1": top1(0.9, 10, level), "dkl_block_end_nats": metric(2 * dkl, 0.4 if dkl else 0, 10, level),

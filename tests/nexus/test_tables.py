@@ -179,7 +179,7 @@ def test_table_3_of_one_protocol_and_of_a_depth_that_was_not_published():
 
 
 def test_the_frontier_names_the_best_cheap_arm_and_the_bars():
-    best, everything = parsed(tables.frontier(synthetic.frontier()))
+    best, _, everything = parsed(tables.frontier(synthetic.frontier()))
     assert [row["n_past, tokens"] for row in best] == ["256", "512", "1024", "2048"]
     assert best[0] == {
         "n_past, tokens": "256", "arm": "`head`", "share, %": "10", "compiled behind": "ensemble-4x1000",
@@ -190,13 +190,51 @@ def test_the_frontier_names_the_best_cheap_arm_and_the_bars():
     assert not [row for row in everything if row["on the front"] and row["arm"] in ("`oracle`", "`noise_floor`")]
 
 
+def test_the_frontier_says_which_arms_take_longer_than_their_tokens_should():
+    made = synthetic.frontier()
+    within = tables.frontier(made)
+    arms = {(row["arm"], row["recompute_pct"], row["compiled_behind"]) for row in made["rows"]
+            if row["arm"] != "noise_floor"}
+    timed = [row for row in made["rows"] if row["probe"] == "query" and row["arm"] != "noise_floor"]
+    assert f"{len(arms)} of {len(arms)} arms keep to 1.3. Depth by depth, 0 of {len(timed)} cells are above" in within
+    for row in made["rows"]:
+        if row["arm"] == "blend":
+            row["latency_per_ideal_all_depths"] = synthetic.metric(1.4 + row["recompute_pct"] / 1000, 0.01, 48)
+        if row["arm"] == "none":
+            row["latency_per_ideal_all_depths"] = synthetic.metric(1.31, 0.05, 48)
+    blends = {row["recompute_pct"] for row in made["rows"] if row["arm"] == "blend"}
+    _, slowest, _ = parsed(tables.frontier(made))
+    assert [row["arm"] for row in slowest][:len(blends)] == ["`blend`"] * len(blends)
+    assert slowest[0]["share, %"] == f"{max(blends):.3g}" and slowest[0]["≤ 1.3"] == "fails"
+    assert {row["≤ 1.3"] for row in slowest if row["arm"] == "`none`"} <= {"fails, interval crosses"}
+
+
+def test_an_older_frontier_without_pooled_latencies_says_so():
+    made = synthetic.frontier()
+    for row in made["rows"]:
+        del row["latency_per_ideal_all_depths"]
+    assert "## Latency against the token-count ideal\n\nNone was timed." in tables.frontier(made)
+
+
+def test_cold_trials_decide_where_no_left_out_trial_crosses_one():
+    rows = [synthetic.ttft_row("suffix-R(n)", n_past, "cold", speedup, 0.1, 4.0, 5.0)
+            for n_past, speedup in ((256, 1.6), (512, 1.0), (1024, 0.9))]
+    text = tables.table3(synthetic.artifact("deep_splice_ttft", rows), PUBLISHED)
+    assert "In 2 of 3 cold cells no single trial decides" in text
+    assert parsed(text)[0][0]["cold, one trial left out"] == "1.58 to 1.63"
+    for row in rows:
+        row["speedup_without_one_low"] = row["speedup_without_one_high"] = None
+    text = tables.table3(synthetic.artifact("deep_splice_ttft", rows), PUBLISHED)
+    assert "No cell has enough cold trials to leave one out." in text
+
+
 def test_controls_and_dear_arms_are_never_the_best():
     rows = [synthetic.repair_row("oracle", 5.0, 256, 0.001, 9.0), synthetic.repair_row("head", 10.5, 256, 0.001, 9.0),
             synthetic.repair_row("noise_floor", 0.0, 256, 0.0, 1.0),
             synthetic.repair_row("suffix", 10.0, 256, 0.3, 3.9)]
     assert tables.best_within(rows)["arm"] == "suffix"
     assert tables.best_within(rows[:3]) is None
-    best, _ = parsed(tables.frontier(synthetic.artifact("repair_frontier", rows)))
+    best, *_ = parsed(tables.frontier(synthetic.artifact("repair_frontier", rows)))
     assert (best[0]["mean KL ≤ 0.02 nats"], best[0]["speed-up ≥ 4"]) == ("fails", "fails, interval crosses")
     assert parsed(tables.frontier(synthetic.artifact("repair_frontier", rows[:3])))[0][0]["arm"] == "none measured"
 
