@@ -31,7 +31,7 @@ import numpy as np
 from experiments import rows
 from experiments.repair_bench import CONTEXT, WORK, Reading, RepairBench
 from nexus.cells import Cell
-from nexus.config import ROOT, Config
+from nexus.config import ROOT, Config, ConfigError
 from nexus.model_tuple import open_model, tuple_of
 from nexus.pipeline import experiment_main, measure_cells, timed_cell_inputs, write_results
 from nexus.prompt import conversation_tokens
@@ -71,6 +71,11 @@ class Ttft:
         self.bench = RepairBench(cfg, self.model, workload, min(trials, len(workload.cases)),
                                  dict.fromkeys([CURVE_BEHIND, self.behind]))
         self.warmed: tuple[str, int] | None = None
+        longest = max(len(self.bench.system) + sum(map(len, self.group(case.id))) + len(self.bench.queries[case.id])
+                      for case in self.bench.cases) + self.section.n_past[-1]
+        if longest > cfg.runtime.n_ctx:
+            raise ConfigError(f"runtime.n_ctx: {cfg.runtime.n_ctx} cells do not hold {GROUP_TOOLS} tools and "
+                              f"{self.section.n_past[-1]} tokens of deep_splice_ttft.n_past; give {longest} or more")
 
     def schedule(self, curve: float) -> Schedule:
         repair = self.cfg.repair
@@ -174,14 +179,18 @@ class Ttft:
         runtime.clear()
         return readings
 
+    def group(self, case_id: str) -> list[np.ndarray]:
+        """Token ids of this case's block and of those that follow it, GROUP_TOOLS in all."""
+        cases, first = self.bench.cases, self.bench.index[case_id]
+        return [self.bench.blocks[cases[(first + i) % len(cases)].id] for i in range(GROUP_TOOLS)]
+
     def group_cache(self, case_id: str) -> dict[Key, Reading]:
         """System prompt and tools first, the conversation behind them: tools changed, and all of it resident.
 
         Another prompt, so that only its time is compared.
         """
         bench, runtime = self.bench, self.bench.runtime
-        first = bench.index[case_id]
-        tools = [bench.blocks[bench.cases[(first + i) % len(bench.cases)].id] for i in range(GROUP_TOOLS)]
+        tools = self.group(case_id)
         conversation = conversation_tokens(self.model, bench.conversation, bench.n_past)
         behind, query = np.concatenate([*tools, conversation]), bench.queries[case_id]
         end = len(bench.system) + len(behind)

@@ -10,7 +10,7 @@ from experiments import compiled, deep_splice_ttft
 from experiments.deep_splice_ttft import Ttft
 from experiments.repair_bench import CONTEXT
 from experiments.rows import OTHER_WORK
-from nexus import artifact
+from nexus import artifact, config
 from nexus.cells import Cell
 from nexus.fidelity import divergence
 from nexus.repair import arm_of
@@ -18,7 +18,7 @@ from nexus.repair import arm_of
 pytestmark = pytest.mark.integration
 # P below the depth, so that the curves differ: R(64) is 36.7 % with K = 4 and 11.3 % with K = 16.
 EXPERIMENT = deep_splice_ttft
-QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=1024",
+QUICK = ["model=smollm2-135m", "profile=quick", "runtime.n_threads=1", "runtime.n_ctx=2048",
          "deep_splice_ttft.n_past=[64]", "deep_splice_ttft.trials_warm=2", "deep_splice_ttft.trials_cold=1",
          "deep_splice_ttft.curves=[4.0,16.0]", "deep_splice_ttft.arms=[head-10,none]", "repair.max_splice_pos=32",
          "repair.compiled_behind=ensemble-2x48"]
@@ -47,6 +47,12 @@ def rows(run):
 def test_warm_and_cold_have_their_arms_and_peers(rows):
     assert {key[1:] for key in rows if key[0] == "warm"} == WARM
     assert {key[1:] for key in rows if key[0] == "cold"} == COLD
+
+
+def test_a_cache_too_small_for_the_group_is_refused_before_anything_is_measured(folder):
+    small = config.validate(config.compose([*QUICK, "runtime.n_ctx=1024"]))
+    with pytest.raises(config.ConfigError, match="runtime.n_ctx: 1024 cells do not hold 5 tools and 64 tokens"):
+        Ttft(small)
 
 
 def test_only_arms_that_decode_block_and_query_have_an_ideal(rows):
@@ -85,7 +91,8 @@ def test_the_engines_own_shift_is_as_far_as_a_splice_without_repair(ttft, rows):
     reference, _ = bench.reference(case_id)
     shifted, spliced = (divergence(reference.logits["query"], reading.logits["query"]).kl_nats for reading in (
         ttft.engine_shift(case_id), bench.repaired(case_id, "system", arm_of("none"))))
-    assert shifted == pytest.approx(spliced, rel=0.2, abs=0.001)
+    # Keys agree within one ulp; that alone moves this model's divergence by its noise floor.
+    assert shifted == pytest.approx(spliced, abs=0.006)
 
 
 def test_without_its_shift_the_engines_block_is_another(ttft, monkeypatch):

@@ -72,6 +72,19 @@ def test_a_left_context_holds_its_preambles_text(smollm2, preambles):
         assert text[:80] in smollm2.detokenize(left[len(system):])
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("n_tokens", [64, 128, 256, 1000])
+def test_the_user_and_the_assistant_have_the_last_word_in_turn(smollm2, preambles, n_tokens):
+    system = system_tokens(smollm2, "You are a helpful assistant.")
+    lefts = left_contexts(smollm2, system, f"ensemble-{len(preambles)}x{n_tokens}", preambles)
+    texts = [smollm2.detokenize(left[len(system):]) for left in lefts]
+    last = [text.rsplit("<|im_start|>", 1)[-1].split("\n")[0] for text in texts]
+    assert last == [("user", "assistant")[i % 2] for i in range(len(texts))]
+    assert all(text.endswith("<|im_end|>\n") for text in texts), "the last turn is closed"
+    roles = [[turn.split("\n")[0] for turn in text.split("<|im_start|>")[1:]] for text in texts]
+    assert all(a != b for turns in roles for a, b in zip(turns, turns[1:])), "they alternate"
+
+
 @pytest.mark.parametrize("name", ["", "nothing", "preamble", "preamble-0", "preamble-064", "preamble-64 ", "ensemble-2",
                                   "ensemble-0x64", "ensemble-2x0", "ensemble-2x64x2", "System"])
 def test_another_name_is_refused_with_it(name):
