@@ -32,8 +32,8 @@ def test_groups_and_members_keep_the_order_of_appearance():
 
 
 @pytest.mark.parametrize(("changes", "share"), [
-    ({}, 0.4), ({"recomputed": 0}, 0.2), ({"recomputed": 80}, 1.0), ({"probe_tokens": 5.0}, 0.45),
-    ({"context_tokens": 100}, 0.7), ({"context_tokens": 100, "probe_tokens": 10.0}, 0.75),
+    ({}, 0.4), ({"recomputed": 0}, 0.2), ({"recomputed": 80}, 1.0), ({"probe_tokens": 6.0}, 0.47),
+    ({"context_tokens": 100}, 0.7), ({"context_tokens": 100, "probe_tokens": 12.0}, 0.77),
 ])
 def test_the_decoded_share_counts_context_block_query_and_probe(changes, share):
     assert rows.decoded_share(sample(**changes)) == pytest.approx(share)
