@@ -1,6 +1,7 @@
 """The gate for configurations: every file composes, everything else is refused with its key named."""
 
 import copy
+import re
 
 import pytest
 from hydra import compose as hydra_compose
@@ -85,6 +86,8 @@ def test_another_profile_may_not_take_the_folder():
         ("runtime.n_threads=0", "runtime.n_threads: 0 is not allowed"),
         ("runtime.n_batch=8192", "runtime.n_batch: 8192 is more than runtime.n_ctx"),
         ("statistics.level=1", "statistics.level: 1 is not allowed"),
+        ("statistics.level=0.5", "statistics.level: 0.5 is not allowed; input should be greater than 0.5"),
+        ("calibrated_repair.n_calibration=1", "calibrated_repair.n_calibration: 1 is not allowed"),
         ("seed=-1", "seed: -1 is not allowed"),
         ("run_name=a/b", "run_name: 'a/b' is not allowed"),
         ("run_name=..", "run_name: '..' is not allowed"),
@@ -146,10 +149,12 @@ def test_an_allowed_arm_is_one_that_the_repair_code_knows(name: str):
     assert arm_of(name).name == name
 
 
-@pytest.mark.parametrize("section", ["repair_frontier", "deep_splice_ttft"])
-def test_the_oracle_is_no_method(section: str):
-    with pytest.raises(ConfigError, match=rf"{section}\.arms: 'oracle-10' needs the answer"):
-        validate(replaced((section, "arms"), ["none", "oracle-10"]))
+@pytest.mark.parametrize(("section", "key"), [("repair_frontier", "arms"), ("deep_splice_ttft", "arms"),
+                                              ("layouts", "arms"), ("calibrated_repair", "ladder")])
+@pytest.mark.parametrize("name", ["oracle-10", "head-4+oracle-5"])
+def test_the_oracle_is_no_method(section: str, key: str, name: str):
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: '{re.escape(name)}' needs the answer"):
+        validate(replaced((section, key), [name]))
 
 
 @pytest.mark.parametrize("name", ["suffix-101", "head-200%", "blend-100.5"])
