@@ -92,7 +92,7 @@ def test_the_engines_own_shift_is_as_far_as_a_splice_without_repair(ttft, rows):
     shifted, spliced = (divergence(reference.logits["query"], reading.logits["query"]).kl_nats for reading in (
         ttft.engine_shift(case_id), bench.repaired(case_id, "system", arm_of("none"))))
     # Keys agree within one ulp; that alone moves this model's divergence by its noise floor.
-    assert shifted == pytest.approx(spliced, abs=0.006)
+    assert shifted == pytest.approx(spliced, abs=0.01)
 
 
 def test_without_its_shift_the_engines_block_is_another(ttft, monkeypatch):
