@@ -6,7 +6,7 @@ import re
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -183,6 +183,7 @@ def test_nothing_is_coerced(path, value):
 
 
 @given(st.sampled_from([path for path, _ in leaves(DEFAULTS) if path[0] not in ("model", "workload")]))
+@settings(deadline=None)
 def test_a_missing_key_is_named(path):
     data = copy.deepcopy(DEFAULTS)
     *parents, last = path
