@@ -50,7 +50,7 @@ def test_a_summary_does_not_depend_on_the_order_of_samples():
 
 def test_a_summary_follows_level_and_seed_and_mixes_no_cells():
     overrides = [*QUICK, "dkl_sweep.arms=[noise_floor,bare]"]
-    cfg = config.validate(config.compose([*overrides, "statistics.level=0.5"]))
+    cfg = config.validate(config.compose([*overrides, "statistics.level=0.6"]))
     samples = synthetic(cfg, lambda offset, case: offset + case)
     for sample in samples:
         if sample["arm"] == "noise_floor":
@@ -59,7 +59,7 @@ def test_a_summary_follows_level_and_seed_and_mixes_no_cells():
     assert [row["arm"] for row in rows] == ["noise_floor", "noise_floor", "bare", "bare"] * 2
     for row in rows:
         assert row["dkl_nats"].n == row["top1"].n == row["bit_identical"].n == 8
-        assert row["dkl_nats"].level == row["top1"].level == 0.5
+        assert row["dkl_nats"].level == row["top1"].level == 0.6
         assert row["top1"].method == row["bit_identical"].method == "wilson"
         floor = row["arm"] == "noise_floor"
         assert row["dkl_nats"].value == (0.25 if floor else row["offset"] + 3.5)
