@@ -16,81 +16,25 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from nexus.canonical import canonical_json, plain, sha256_of, write_atomically
+from nexus.canonical import canonical_json, write_atomically
+from nexus.listing import LISTINGS, in_order, listing_path, load, subset, write_listing  # noqa: F401
 from nexus.locks import exclusive
 from nexus.progress import Meter, progress
-from nexus.registry import Registry, RegistryError, Tool, load_registry
+from nexus.registry import RegistryError, Tool, load_registry
+from nexus.registry_spec import RegistrySpec, ServerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVERS = ROOT / ".nexus" / "servers"
-LISTINGS = ROOT / ".nexus" / "registry"
 AT_ONCE = 2
 INSTALL_SECONDS = 900.0
 # Every process of a collection carries this variable: that is how one is found that has left its process group.
 MARK = "NEXUS_COLLECTION"
 # Set order, languages, time zones and update checks must not reach a listing.
 STEADY = {"PYTHONHASHSEED": "0", "DO_NOT_TRACK": "1", "NO_COLOR": "1", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-
-Text = Annotated[str, StringConstraints(min_length=1)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
-Identity = tuple[str | None, str]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class ServerSpec(_Section):
-    """One MCP server. In command, env and url: {venv} its environment, {repository} an empty git repository,
-    {env:NAME} a variable of the collecting process, so that no token needs to stand in a file."""
-
-    name: Name
-    """Identifies the server's tools, together with their names."""
-    requirements: Text | None = None
-    """Hash-locked requirements, relative to the repository or absolute; null runs a program that is there already."""
-    command: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Program and arguments of a server that speaks over standard input and output."""
-    env: dict[str, str] = {}
-    """Further environment variables of the command."""
-    url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = None
-    """Address of a running server that speaks streamable HTTP."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 180.0
-    """From start to complete listing, installation not counted; a first start reads thousands of files."""
-
-    @model_validator(mode="after")
-    def _one_way_in(self) -> Self:
-        if (self.command is None) == (self.url is None):
-            raise ValueError(f"server {self.name}: give command or url, exactly one of them")
-        if self.url is not None and (self.requirements is not None or self.env):
-            raise ValueError(f"server {self.name}: requirements and env belong to a command; remove them beside url")
-        return self
-
-
-class RegistrySpec(_Section):
-    """One file of conf/registry."""
-
-    name: Name
-    """Names the listing."""
-    path: Text | None = None
-    """A user's own listing, relative to the repository or absolute; then no server is asked."""
-    servers: list[ServerSpec] = []
-    """Servers to collect from; the first one's tools come first in every subset."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) != bool(self.servers):
-            raise ValueError("give path or servers: a file is the whole registry, and without one a server must list")
-        names = [server.name for server in self.servers]
-        if doubles := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"servers: {doubles[0]!r} appears twice; tools are identified by server and name")
-        return self
 
 
 @dataclass(frozen=True)
@@ -147,77 +91,6 @@ def collect(spec: RegistrySpec, folder: Path | str = SERVERS) -> Collected:
             _end_marked(folder)
     return Collected([tool for tools, _ in outcomes for tool in tools],
                      [failure for _, failures in outcomes for failure in failures])
-
-
-def write_listing(path: Path | str, tools: Sequence[Tool]) -> None:
-    """None, after `path` holds the tools as a JSON list of {"server", "name", "description", "inputSchema"}.
-
-    Equal tools give equal bytes: keys are sorted, except in `properties`, whose order a model sees and a signature
-    keeps; tools and lists stay in the given order. Raises ValueError when there is no tool.
-    """
-    if not tools:
-        raise ValueError(f"{path}: no tool was collected, so there is no registry to write; mend the servers' failures")
-    entries = [{"server": tool.server, "name": tool.name, "description": tool.description,
-                "inputSchema": _in_order(plain(tool.input_schema, f"inputSchema of {tool.name}"))} for tool in tools]
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(entries, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
-
-
-def listing_path(spec: RegistrySpec) -> Path:
-    """Where the listing of `spec` is: the user's file, or else where a collection is kept by default."""
-    return LISTINGS / f"{spec.name}.json" if spec.path is None else ROOT / Path(spec.path).expanduser()
-
-
-def load(spec: RegistrySpec, listing: Path | str | None = None) -> Registry:
-    """The registry of `spec`, from its file or from what was collected into `listing`; identity is (server, name).
-
-    Raises RegistryError, see `load_registry`, and when nothing was collected yet.
-    """
-    path = Path(listing) if listing is not None and spec.path is None else listing_path(spec)
-    if spec.path is None and not path.is_file():
-        raise RegistryError(f"{path}: registry {spec.name} is not collected yet; collect it first, or give your own "
-                            "tools with registry=file registry.path=...")
-    return load_registry(path)
-
-
-def subset(tools: Sequence[Tool], n: int | None, seed: int, required: Sequence[Identity] = ()) -> list[Tool]:
-    """The first `n` tools of one seeded order (null: all): a smaller subset is a prefix of every larger one.
-
-    First come the `required` ones, so that what is the right answer of a query can be found at every n; then the other
-    tools of the first server in `tools`; then all others. Within each part the order is that of a hash of seed, server
-    and name: a tool that comes or goes moves no other. Raises ValueError when n or required cannot be met.
-    """
-    known = {tool.identity for tool in tools}
-    wanted = {(server, name) for server, name in required}
-    if missing := sorted(wanted - known, key=repr):
-        server, name = missing[0]
-        raise ValueError(f"required: tool {name!r} of server {server!r} is not in the registry ({len(missing)} are "
-                         "missing); remove it, or collect its server")
-    n = len(tools) if n is None else n
-    if not 1 <= n <= len(tools):
-        raise ValueError(f"n: {n} tools of a registry of {len(tools)}; use 1 to {len(tools)}, or null for all")
-    if n < len(wanted):
-        raise ValueError(f"n: {n} tools cannot hold the {len(wanted)} required ones; use at least {len(wanted)}")
-    first = tools[0].server
-
-    def rank(tool: Tool) -> tuple[int, str]:
-        part = 0 if tool.identity in wanted else 1 if tool.server == first else 2
-        return part, sha256_of([seed, tool.server, tool.name])
-
-    return sorted(tools, key=rank)[:n]
-
-
-def _in_order(schema: Any, names: bool = False) -> Any:
-    """The JSON value with sorted keys; `names` says that the keys are the names of properties, which keep their order."""
-    match schema:
-        case dict():
-            keys = list(schema) if names else sorted(schema)
-            # A property may itself be called "properties": its value is a schema again.
-            return {key: _in_order(schema[key], key == "properties" and not names) for key in keys}
-        case list():
-            return [_in_order(item) for item in schema]
-    return schema
 
 
 async def _collect_all(servers: Sequence[ServerSpec], folder: Path, bar: Meter) -> list[tuple[list[Tool], list[Failure]]]:
@@ -279,7 +152,7 @@ def _tools(server: ServerSpec, entries: list[Any], folder: Path) -> tuple[list[T
         raise _Broken(str(error).removeprefix(f"{raw}: "), report) from None
     failures += [Failure(server.name, problem.name or f"entry {problem.index}", problem.reason, report)
                  for problem in registry.problems]
-    tools = [replace(tool, input_schema=_in_order(tool.input_schema)) for tool in registry.tools]
+    tools = [replace(tool, input_schema=in_order(tool.input_schema)) for tool in registry.tools]
     return sorted(tools, key=lambda tool: tool.name), sorted(failures, key=str)
 
 

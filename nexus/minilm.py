@@ -19,7 +19,8 @@ import gguf
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-SOURCE_FILES = ("config.json", "model.safetensors", "vocab.txt")
+from nexus.embedder_spec import SOURCE_FILES
+
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "max_position_embeddings", "type_vocab_size")
 LAYER_NAMES = {
@@ -68,6 +69,9 @@ def convert(model_folder: str | os.PathLike, out: Path, adapter: Path | None = N
     if len(tokens) != config["vocab_size"]:
         raise ConversionError(f"{folder / 'vocab.txt'} has {len(tokens)} tokens, config.json says vocab_size "
                               f"{config['vocab_size']}; take both from one model")
+    if len({_piece(token) for token in tokens}) != len(tokens):
+        # llama.cpp would end the process.
+        raise ConversionError(f"{folder / 'vocab.txt'} has a token twice; fetch it again")
     tensors = _read(folder / "model.safetensors")[0]
     if adapter is not None:
         tensors = _merged(tensors, Path(adapter), folder / "model.safetensors")
