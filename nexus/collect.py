@@ -1,4 +1,4 @@
-"""The tool registry as real MCP servers list it: collected, written in one canonical form, read back, and its subsets.
+"""The tool registry, collected from real MCP servers: what each of them lists.
 
 Each server runs in an environment of its own, installed from a hash lock, and only ever lists its tools. A listing is
 other people's text: it is an output of the pipeline and never committed.
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from nexus.canonical import canonical_json, write_atomically
-from nexus.listing import LISTINGS, in_order, listing_path, load, subset, write_listing  # noqa: F401
+from nexus.listing import in_order
 from nexus.locks import exclusive
 from nexus.progress import Meter, progress
 from nexus.registry import RegistryError, Tool, load_registry
@@ -60,6 +60,9 @@ class Collected:
     """In the same order."""
 
 
+Outcome = tuple[list[Tool], list[Failure]]
+
+
 class _Broken(RuntimeError):
     """One server cannot be listed."""
 
@@ -93,10 +96,10 @@ def collect(spec: RegistrySpec, folder: Path | str = SERVERS) -> Collected:
                      [failure for _, failures in outcomes for failure in failures])
 
 
-async def _collect_all(servers: Sequence[ServerSpec], folder: Path, bar: Meter) -> list[tuple[list[Tool], list[Failure]]]:
+async def _collect_all(servers: Sequence[ServerSpec], folder: Path, bar: Meter) -> list[Outcome]:
     import anyio
 
-    outcomes: list[tuple[list[Tool], list[Failure]]] = [([], []) for _ in servers]
+    outcomes: list[Outcome] = [([], []) for _ in servers]
     limiter = anyio.CapacityLimiter(AT_ONCE)
 
     async def one(index: int, server: ServerSpec) -> None:
@@ -120,7 +123,7 @@ async def _collect_all(servers: Sequence[ServerSpec], folder: Path, bar: Meter) 
     return outcomes
 
 
-def _tools(server: ServerSpec, entries: list[Any], folder: Path) -> tuple[list[Tool], list[Failure]]:
+def _tools(server: ServerSpec, entries: list[Any], folder: Path) -> Outcome:
     """The tools among a server's entries by name, and the entries that are none; read as a user's own file is read."""
     kept: dict[Any, Any] = {}
     failures: list[Failure] = []
@@ -135,7 +138,8 @@ def _tools(server: ServerSpec, entries: list[Any], folder: Path) -> tuple[list[T
             legible.append((canonical_json(entry, "entry"), entry))
         except (ValueError, RecursionError) as error:
             name = entry.get("name") if isinstance(entry, dict) else None
-            failures.append(Failure(server.name, name if isinstance(name, str) else f"entry {index}", str(error), report))
+            label = name if isinstance(name, str) else f"entry {index}"
+            failures.append(Failure(server.name, label, str(error), report))
     # Sorted by text, so that of two tools of one name the same one stays whatever order the server lists them in.
     for text, entry in sorted(legible, key=lambda pair: pair[0]):
         name = entry.get("name") if isinstance(entry, dict) else None
@@ -159,6 +163,8 @@ def _tools(server: ServerSpec, entries: list[Any], folder: Path) -> tuple[list[T
 async def _entries(server: ServerSpec, folder: Path) -> list[Any]:
     """What the server lists, all pages, as it sent it. Raises _Broken."""
     import anyio
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
 
     log = folder / f"{server.name}.log"
     log.write_bytes(b"")
@@ -166,7 +172,9 @@ async def _entries(server: ServerSpec, folder: Path) -> list[Any]:
     heard: list[Exception] = []
     try:
         with anyio.fail_after(INSTALL_SECONDS):
-            venv = None if server.requirements is None else await _environment(server, ROOT / server.requirements, folder)
+            venv = None
+            if server.requirements is not None:
+                venv = await _environment(server, ROOT / server.requirements, folder)
         values = await _placeholders(server, venv, folder)
     except TimeoutError:
         raise _Broken(f"its environment was not installed within {INSTALL_SECONDS:.0f} s", "try again") from None
@@ -183,6 +191,8 @@ async def _entries(server: ServerSpec, folder: Path) -> list[Any]:
             raise cause from None
         where = "command" if server.url is None else server.url
         reason = " ".join(str(cause).split()) or type(cause).__name__
+        if isinstance(cause, MCPError) and cause.code == CONNECTION_CLOSED:
+            reason = "it ended before it had listed its tools"
         raise _Broken(f"{where}: {reason}{_said(log, heard)}",
                       f"start it by hand; {again}" if server.url is None else "check that it runs and speaks "
                       "streamable HTTP at this address") from None
