@@ -94,6 +94,9 @@ class Encoder(_Session):
 
     query_prefix, document_prefix   put before each text, for models trained with them
     max_tokens                      [CLS] and [SEP] included; a longer text is cut at its end, as the reference does
+
+    llama.cpp's WordPiece differs from the published one in two places: it drops the spacing vowel signs of Indic
+    scripts (category Mc), and it does not turn words of more than 100 characters into [UNK].
     """
 
     def __init__(self, path: str | os.PathLike, *, n_threads: int = 1, max_tokens: int = 256, query_prefix: str = "",
@@ -120,7 +123,7 @@ class Encoder(_Session):
         return self._embed(self.query_prefix + text)
 
     def _embed(self, text: str) -> np.ndarray:
-        vector = self._check(self.native.embed(_utf8(text), self._out.ctypes.data))
+        vector = self._check(self.native.embed(utf8(text), self._out.ctypes.data))
         norm = np.sqrt(np.dot(vector, vector))
         if not norm > 0:
             raise EncoderError(f"encoder {self.path} gave a vector of length {norm}; is the file damaged?")
@@ -140,17 +143,17 @@ class CrossEncoder(_Session):
         """Scores of the documents, float32[len(documents)], logits: higher is better. Raises EncoderError."""
         if isinstance(documents, str):
             raise EncoderError("score was given one str as documents; give a list of texts")
-        first = _utf8(query)
+        first = utf8(query)
         scores = np.empty(len(documents), dtype=np.float32)
         for index, document in enumerate(documents):
             # A score is the first of the model's outputs, of which it may have more.
-            scores[index] = self._check(self.native.score(first, _utf8(document), self._out.ctypes.data))[0]
+            scores[index] = self._check(self.native.score(first, utf8(document), self._out.ctypes.data))[0]
         if not np.isfinite(scores).all():
             raise EncoderError(f"cross-encoder {self.path} gave a score that is no number; is the file damaged?")
         return scores
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     """The text as UTF-8. A lone surrogate becomes U+FFFD, which the tokenizer drops."""
     try:
         return text.encode()
