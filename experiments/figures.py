@@ -16,6 +16,7 @@ def run(cfg: Config, out: Path) -> Path:
     drawn = {
         "figure1": figures.figure1(tables.stored(cfg, out, "dkl_sweep"), published),
         "figure4": figures.figure4(tables.stored(cfg, out, "deep_splice_ttft"), published),
+        "figure5": figures.figure5(tables.stored(cfg, out, "routing_accuracy_n250"), published),
         "frontier": figures.frontier(tables.stored(cfg, out, "repair_frontier")),
     }
     folder = out / "figures"

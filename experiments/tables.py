@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nexus import tables
+from nexus import routing_tables, tables
 from nexus.canonical import write_atomically
 from nexus.config import Config
 from nexus.pipeline import experiment_main
@@ -20,6 +20,10 @@ def run(cfg: Config, out: Path) -> Path:
         "frontier": tables.frontier(tables.stored(cfg, out, "repair_frontier")),
         "repair_policy": tables.repair_policy(tables.stored(cfg, out, "calibrated_repair")),
         "layouts": tables.layouts(tables.stored(cfg, out, "layouts")),
+        "table4": routing_tables.table4(*(tables.stored(cfg, out, name) for name in
+                                          ("routing_accuracy_n250", "calibration", "slb_latency")), published),
+        "generalisation": routing_tables.generalisation(tables.stored(cfg, out, "routing_generalisation")),
+        "scan": routing_tables.scan(tables.stored(cfg, out, "slb_latency")),
     }
     folder = out / "tables"
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from yaml import YAMLError
 
 from nexus.canonical import sha256_of
+from nexus.embedder_spec import EmbedderSpec
+from nexus.registry_spec import RegistrySpec
 from nexus.weights import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +27,13 @@ NOT_HASHED = ("results_folder", "run_name", "profile_name", "expected_minutes", 
 MODEL_NOT_HASHED = ("path", "carriers", "licence")
 # Each has a section of this name. What another section decides for it is in NEEDS.
 EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
-               "deep_splice_ttft", "gating_nogo", "layouts")
-NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",)}
+               "deep_splice_ttft", "gating_nogo", "layouts", "registry", "embedder", "routing", "slb_latency",
+               "routing_accuracy_n250", "routing_generalisation")
+ROUTING = ("registry", "embedder", "routing")
+NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",), "calibration": ROUTING,
+         "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING, "collect_registry": ("registry",)}
+# Of the workload, these are read by routing alone.
+ROUTING_TEXTS = ("path", "routing")
 
 
 class ConfigError(ValueError):
@@ -58,6 +65,8 @@ Ascending = AfterValidator(_ascending)
 Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
 Depths = Annotated[list[Count], NotEmpty, Ascending]
+# nexus/route.py says what these names mean.
+SystemName = Literal["slb", "bm25", "hybrid", "slb+gate", "hybrid+gate"]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
 # nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
 # for its configuration alone.
@@ -81,6 +90,19 @@ class Runtime(_Section):
     """Whether flash attention is used; without it V is stored transposed."""
 
 
+class RoutingQueries(_Section):
+    """JSON-lines files of queries with the tool that answers each; no query is in two of them."""
+
+    evaluation: Text
+    """What accuracy is measured on; nothing is tuned on these."""
+    adversarial: Text
+    """Confusable pairs, which calibrate the gate."""
+    development: Text
+    """What choices between systems are made on."""
+    training: Text
+    """What the cross-encoder learns from."""
+
+
 class Workload(_Section):
     tools: Text
     """JSON file of tool schemas, relative to the repository or absolute."""
@@ -98,6 +120,10 @@ class Workload(_Section):
     """Tools that no calibration sees, in the form of `tools`."""
     held_out_queries: Text
     """Queries for them, in the form of `queries`."""
+    path: Text | None
+    """Your own routing queries, {"query", "server"?, "tool", "args"?} per line; null takes the project's."""
+    routing: RoutingQueries
+    """Queries for routing, whose tools are in the registry."""
 
 
 class Statistics(_Section):
@@ -224,6 +250,58 @@ class Layouts(_Section):
     """Tool-and-query pairs per depth."""
 
 
+class Routing(_Section):
+    """How a query finds its tool."""
+
+    system: SystemName
+    """The default: what `nexus route` uses, and what is compared with the others."""
+    n_candidates: Annotated[int, Field(ge=2, le=50)]
+    """First candidates that the cross-encoder decides among where the gate fires."""
+    gate_quantile: Annotated[float, Field(gt=0, lt=1)]
+    """τ is this quantile of the margins on adversarial queries; the paper takes 0.2."""
+    cross_encoder: Text
+    """Adapter that makes a cross-encoder of MiniLM, relative to the repository or absolute."""
+    n_threads: Count
+    """Threads of the encoders."""
+
+
+class RoutingAccuracy(_Section):
+    n_tools: Annotated[list[Count], NotEmpty, Ascending]
+    """Sizes of the registry that every query is asked at; larger ones than the registry count as all of it."""
+    all_tools: bool
+    """Whether the whole registry is a size, too."""
+    systems: Annotated[list[Literal[SystemName, "slb-no-name"]], NotEmpty, Unique]
+    """Systems without a language model."""
+    baselines: Annotated[list[Literal["concat_all", "rag_mcp"]], Unique]
+    """Systems in which the language model reads schemas and names a tool."""
+    rag_k: Count
+    """Schemas that rag_mcp reads."""
+    n_queries: Count
+    """Evaluation queries, in file order."""
+    n_ctx: Count
+    """Cells of the baselines' context, in tokens; more than that is an overflow."""
+
+
+class RoutingGeneralisation(_Section):
+    systems: Annotated[list[SystemName], NotEmpty, Unique]
+    """What is compared with plain rank fusion."""
+    n_queries: Count
+    """Queries per public set, drawn with the seed."""
+
+
+class SlbLatency(_Section):
+    n_vectors: Annotated[list[Count], NotEmpty, Ascending]
+    """Rows of the table."""
+    dims: Annotated[list[Count], NotEmpty, Unique]
+    """Elements of a row."""
+    k: Count
+    """How many of the best rows are returned."""
+    repetitions: Count
+    """Interleaved rounds per size."""
+    peers: Annotated[list[Literal["numkong", "faiss", "usearch", "numpy"]], Unique]
+    """Other implementations that are timed beside ours."""
+
+
 class Config(_Section):
     """All of it. An experiment gets this object and reads the sections that it needs."""
 
@@ -265,6 +343,18 @@ class Config(_Section):
     """Table II: what predicts the drift of keys."""
     layouts: Layouts
     """What can be spliced, what is refused, and with which fidelity."""
+    registry: RegistrySpec
+    """Which tools there are: conf/registry."""
+    embedder: EmbedderSpec
+    """What turns texts into vectors: conf/embedder."""
+    routing: Routing
+    """How a query finds its tool."""
+    routing_accuracy_n250: RoutingAccuracy
+    """Figure 5: accuracy against the number of tools."""
+    routing_generalisation: RoutingGeneralisation
+    """The same on public sets of other domains."""
+    slb_latency: SlbLatency
+    """What an INT8 scan costs, beside other implementations."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -316,6 +406,9 @@ class Config(_Section):
         others = set(EXPERIMENTS) - {experiment, *NEEDS.get(experiment, ())}
         data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED))
         data["model"] = {key: value for key, value in data["model"].items() if key not in MODEL_NOT_HASHED}
+        if ROUTING != NEEDS.get(experiment):
+            for text in ROUTING_TEXTS:
+                del data["workload"][text]
         return data
 
     def sha256(self, experiment: str) -> str:

@@ -215,6 +215,54 @@ def frontier(artifact: dict) -> Figure:
     return figure
 
 
+def figure5(artifact: dict, published: dict) -> Figure:
+    """Accuracy of choosing the right tool against the number of tools, with intervals (Figure 5)."""
+    rows, claims = artifact["rows"], published["routing_accuracy_n250"]
+    sizes = sorted({row["n_tools"] for row in rows})
+    places = {n_tools: i for i, n_tools in enumerate(sizes)}
+    default = artifact["config"]["routing"]["system"]
+    handles = {}
+    with matplotlib.rc_context(RC):
+        figure, panel = plt.subplots(figsize=(8, 5.2))
+        systems = [system for (system,) in distinct(rows, "system")]
+        styles = dict(zip(systems, cycle((*CURVE_STYLES, *OTHER_STYLES))))
+        for i, system in enumerate(systems):
+            cells = sorted((row for row in at(rows, system=system) if value_of(row["accuracy"]) is not None),
+                           key=lambda row: row["n_tools"])
+            if cells:
+                # Curves stand a little apart, so that equal values do not hide each other.
+                shift = 0.06 * (i - (len(systems) - 1) / 2)
+                label = system + (" (default)" if system == default else "") + _overflowing(at(rows, system=system))
+                handles[label] = _curve(panel, [places[row["n_tools"]] + shift for row in cells],
+                                        [_in_percent(row["accuracy"]) for row in cells], {**styles[system]})
+        said = [(places[int(n)], 100 * share) for n, share in claims["accuracy"].items() if int(n) in places]
+        if said:
+            handles["published (slb+gate; other model, queries and tools)"] = panel.plot(
+                *zip(*said), linestyle="none", marker="_", markersize=22, color="#333333")[0]
+        panel.set_xticks(range(len(sizes)), [str(n_tools) for n_tools in sizes])
+        panel.set_xlim(-0.5, len(sizes) - 0.5)
+        panel.set_ylim(0, 102)
+        panel.set_xlabel("tools to choose from")
+        panel.set_ylabel("right tool chosen, %")
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+        panel.set_axisbelow(True)
+        n = max((row["accuracy"]["n"] for row in rows if row["accuracy"]), default=0)
+        figure.suptitle(f"Choosing among more tools: {n} queries, each asked at every size, {level_text(artifact)} "
+                        f"Wilson intervals\nbaselines read schemas with {artifact['tuple']['model']}", fontsize=10,
+                        x=0.01, ha="left")
+        _legend_below(figure, handles, ncols=2)
+    return figure
+
+
+def _overflowing(rows: list[dict]) -> str:
+    sizes = [str(row["n_tools"]) for row in rows if row["status"] == "overflow"]
+    return f" (overflow at {', '.join(sizes)})" if sizes else ""
+
+
+def _in_percent(metric: dict) -> dict:
+    return {name: None if metric[name] is None else 100 * metric[name] for name in ("value", "ci_low", "ci_high")}
+
+
 def _best_others(rows: list[dict]) -> list[str]:
     """Arms without a schedule that no other such arm beats in both mean speed-up and mean divergence."""
     means = []

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import numpy as np
 import snowballstemmer
 from bm25s.stopwords import STOPWORDS_EN
 
+# It reports every index that it builds.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 STOPWORDS = frozenset(STOPWORDS_EN)
 # Runs of letters or of digits, a change from lower to upper case being a border: getUserInfo2 is get, user, info, 2.
 # Any other letter, such as a CJK character, is a word of its own.

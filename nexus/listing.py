@@ -36,7 +36,7 @@ def listing_path(spec: RegistrySpec) -> Path:
     return LISTINGS / f"{spec.name}.json" if spec.path is None else ROOT / Path(spec.path).expanduser()
 
 
-def load(spec: RegistrySpec, listing: Path | str | None = None) -> Registry:
+def load_listing(spec: RegistrySpec, listing: Path | str | None = None) -> Registry:
     """The registry of `spec`, from its file or from what was collected into `listing`; identity is (server, name).
 
     Raises RegistryError, see `load_registry`, and when nothing was collected yet.

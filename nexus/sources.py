@@ -16,8 +16,9 @@ PACKAGES = ("nexus", "experiments")
 NOT_SAMPLING = frozenset(
     f"nexus/{name}"
     for name in (
-        "__init__.py", "artifact.py", "artifact.schema.json", "carriers.py", "cells.py", "config.py", "locks.py",
-        "pipeline.py", "progress.py", "provenance.py", "sources.py", "stats.py", "tables.py", "weights.py",
+        "__init__.py", "artifact.py", "artifact.schema.json", "carriers.py", "cells.py", "config.py",
+        "embedder_spec.py", "locks.py", "pipeline.py", "progress.py", "provenance.py", "registry_spec.py", "sources.py",
+        "stats.py", "tables.py", "weights.py",
     )
 ) | {"experiments/rows.py"}
 

@@ -95,6 +95,21 @@ def median(samples: Sequence[float], seed: int, level: float = 0.95) -> Estimate
     return _estimate((values,), _median, seed=seed, level=level, methods=("percentile",))
 
 
+def quantile(samples: Sequence[float], share: float, seed: int, level: float = 0.95) -> Estimate:
+    """The sample that a `share` (0 to 1) of the samples does not exceed, with a percentile bootstrap interval.
+
+    Few samples and identical ones: as for `median`. Raises ValueError for a share outside 0 to 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share}: a quantile is asked for by a share above 0, up to 1")
+    values = np.sort(_samples("samples", samples))
+
+    def statistic(array: np.ndarray, axis: int) -> np.ndarray:
+        return np.quantile(array, share, axis=axis, method="inverted_cdf")
+
+    return _estimate((values,), statistic, seed=seed, level=level, methods=("percentile",))
+
+
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], seed: int, level: float = 0.95, paired: bool = False
 ) -> Estimate:

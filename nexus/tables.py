@@ -150,7 +150,8 @@ def heading(title: str, artifact: dict[str, Any]) -> str:
             f"samples; {MISSING} is not measured.\n")
 
 
-def _document(*parts: str) -> str:
+def document(*parts: str) -> str:
+    """The parts of a document, one blank line between them."""
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -169,7 +170,7 @@ def table2(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
                "Spearman ρ, published", "measured", "ρ within layers", "n"]
     mean_claim = _mean(row["spearman_rho"] for row in claims["rows"])
     mean_rho = _mean(value_of(row["spearman_rho"]) for row in paper)
-    return _document(
+    return document(
         heading("Table II: does the context predict the drift of keys?", artifact),
         "Drift is how far a spliced block's keys lie from those of a full prefill (L2 over a head's dims, mean over "
         "the block), maximum and mean over heads; its unit is the model's own, so that only ρ compares between models. "
@@ -236,7 +237,7 @@ def table3(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
               cell(row["prefill_ms"]), cell(row["splice_ms"]), cell(row["speedup"]), *_fidelity(row),
               cell(row.get("latency_per_ideal")), counts(row["speedup"], row["dkl_nats"])]
              for row in rows if row["curve_k"] is None]
-    return _document(
+    return document(
         heading("Table III: time to first token of a spliced and repaired block", artifact),
         "Speed-up is prefill time over splice time, so that more than 1 gains. Cold starts with an empty cache, warm "
         "with the context resident; the cold peers `prefix-reuse` and `group-cache` find what they cache resident and "
@@ -295,7 +296,7 @@ def frontier(artifact: dict[str, Any]) -> str:
                    cell(row["dkl_nats"]), cell(row["top1"], 100), cell(row["speedup"]),
                    cell(row.get("ideal_speedup")), cell(row.get("latency_per_ideal")),
                    "yes" if row in leading else "", counts(row["dkl_nats"], row["speedup"])] for row in here]
-    return _document(
+    return document(
         heading("Repair frontier: what recomputing a part of a block buys", artifact),
         "KL is from a full prefill, in nats, read behind the query; speed-up is prefill time over splice time with the "
         "context resident. The oracle needs the answer and does not compete.",
@@ -355,7 +356,7 @@ def repair_policy(artifact: dict[str, Any]) -> str:
                        cell(row.get("speedup")), counts(row["dkl_nats"], row.get("speedup"))]
                       for row in at(rows, n_past=n_past, set=name)]
         verdicts.append([n_past, policy_verdict(_found(rows, {"n_past": n_past, "set": "test", "chosen": True}))])
-    return _document(
+    return document(
         heading("Calibrated repair: the promise and its test", artifact),
         "Per depth, arms are tested on the calibration set from the dearest down, each by whether the upper bound of its "
         "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a full prefill, in nats, behind the query; its upper bound is one-sided. "
@@ -395,7 +396,7 @@ def layouts(artifact: dict[str, Any]) -> str:
         metrics = [_found(spliced, dict(zip((*cases, "arm"), case)) | {"n_past": n_past}).get("dkl_nats")
                    for n_past in depths]
         lines.append([*case, *map(cell, metrics), counts(*metrics)])
-    return _document(
+    return document(
         heading("Layouts: what can be spliced", artifact),
         markdown(["model", "V layout", "setting", "status", "message"], status),
         "## KL from a full prefill behind the query, nats, by depth in tokens",

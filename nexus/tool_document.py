@@ -25,3 +25,21 @@ def document_text(tool: Tool) -> str:
     """
     description = " ".join(tool.description.split())
     return f"{name_words(tool.name)}. {description}" if description else name_words(tool.name)
+
+
+def description_text(tool: Tool) -> str:
+    """The tool's description alone, white space folded; its name's words where it has none. For measuring names."""
+    return " ".join(tool.description.split()) or name_words(tool.name)
+
+
+def lexical_text(tool: Tool) -> str:
+    """`document_text` and the words of the parameters' names and enumerated values, for word matching.
+
+    A query says what it wants done and to what; the second is often a parameter's name and seldom in the description.
+    """
+    parameters = tool.input_schema.get("properties")
+    said = []
+    for name, schema in (parameters.items() if isinstance(parameters, dict) else ()):
+        values = schema.get("enum") if isinstance(schema, dict) else None
+        said += [name, *(value for value in (values if isinstance(values, list) else ()) if isinstance(value, str))]
+    return " ".join([document_text(tool), *map(name_words, said)])

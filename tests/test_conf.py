@@ -7,7 +7,8 @@ from nexus.config import CONF, ConfigError, compose, validate
 
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "local")
 PROFILES = sorted(path.stem for path in (CONF / "profile").glob("*.yaml"))
-WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
+WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml") if path.stem != "file")
+EMBEDDERS = sorted(path.stem for path in (CONF / "embedder").glob("*.yaml"))
 OVERLAYS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
@@ -30,10 +31,37 @@ def test_all_files_are_covered():
     covered = {CONF / "config.yaml"}
     covered |= {CONF / "model" / f"{name}.yaml" for name in [*MODELS, "local"]}
     covered |= {CONF / "profile" / f"{name}.yaml" for name in PROFILES}
-    covered |= {CONF / "workload" / f"{name}.yaml" for name in WORKLOADS}
+    covered |= {CONF / "workload" / f"{name}.yaml" for name in [*WORKLOADS, "file"]}
+    covered |= {CONF / "embedder" / f"{name}.yaml" for name in EMBEDDERS}
+    covered |= {CONF / "registry" / f"{name}.yaml" for name in ("servers", "file")}
     covered |= {CONF / "experiment" / f"{name}.yaml" for name in OVERLAYS}
     # Hydra's own logging choices are composed by every run above.
     assert {path for path in CONF.rglob("*.yaml") if "hydra" not in path.parts} == covered
+
+
+@pytest.mark.parametrize("embedder", EMBEDDERS)
+def test_every_embedder_composes(embedder):
+    assert validate(compose([f"embedder={embedder}"])).embedder.name == embedder
+
+
+@pytest.mark.parametrize("group", ["registry", "workload"])
+def test_your_own_tools_and_queries_need_a_path_and_nothing_else(group):
+    with pytest.raises(ConfigError, match=rf"^{group}\.path: Missing mandatory value"):
+        validate(compose([f"{group}=file"]))
+    cfg = validate(compose([f"{group}=file", f"{group}.path=/somewhere/file"]))
+    assert getattr(cfg, group).path == "/somewhere/file"
+    if group == "workload":
+        assert cfg.workload.routing.evaluation == "/somewhere/file"
+    else:
+        assert cfg.registry.servers == []
+
+
+@pytest.mark.parametrize("server", [{"name": "mine", "command": ["my-server"]},
+                                    {"name": "mine", "url": "http://127.0.0.1:1/mcp"}])
+def test_your_own_server_takes_a_name_and_a_way_in(server):
+    values = compose()
+    values["registry"]["servers"].append(server)
+    assert validate(values).registry.servers[-1].name == "mine"
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexus.registry import Tool
-from nexus.tool_document import document_text, name_words
+from nexus.tool_document import description_text, document_text, lexical_text, name_words
 
 
 @pytest.mark.parametrize("name, words", [
@@ -58,3 +58,20 @@ def test_document_is_one_line(name, description):
     text = document_text(Tool(None, name, description, {}))
     assert text
     assert description.split() == [] or text.endswith(" ".join(description.split()))
+
+
+def test_word_matching_also_reads_parameters_and_their_values():
+    schema = {"type": "object", "properties": {
+        "issueNumber": {"type": "integer", "description": "unread"},
+        "state": {"enum": ["open", "not_planned", None, 3]},
+        "$and": True,
+    }}
+    assert lexical_text(Tool("s", "close_it", "Closes.", schema)) == (
+        "close it. Closes. issue Number state open not planned and")
+    for odd in ({}, {"properties": []}, {"properties": {"a": {"enum": "x"}}}):
+        assert lexical_text(Tool("s", "close_it", "", odd)).startswith("close it")
+
+
+def test_a_description_alone_leaves_the_name_out():
+    assert description_text(Tool("s", "close_it", "Shuts\n a door.", {})) == "Shuts a door."
+    assert description_text(Tool("s", "close_it", " ", {})) == "close it"

@@ -1,0 +1,67 @@
+"""`nexus route`: the tools that a query most likely means, with scores, as a table for people or as JSON."""
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from nexus.config import ROOT, Config
+from nexus.listing import load_listing
+from nexus.registry import Tool, load_registry
+from nexus.route import Route
+from nexus.routing_setup import RoutingSetup, thresholds_of
+
+# Longest part of a description that a table line shows.
+SHOWN = 60
+
+
+def run(args: argparse.Namespace, cfg: Config) -> int:
+    """0, after the answer is printed. Raises what loading raises: RegistryError, WeightsError, MissingArtifact."""
+    begin = time.monotonic()
+    out = ROOT / cfg.results_folder / cfg.run_name
+    tools = load_registry(args.registry).tools if args.registry else load_listing(cfg.registry, out).tools
+    setup, system = RoutingSetup(cfg), args.system or cfg.routing.system
+    found = thresholds_of(cfg, out).get(system)
+    router = setup.router(system, tools, found and found.tau, found and found.abstain_below)
+    # The first decode of a context allocates; a user's second query is what a server would see.
+    router.route("warm up")
+    loading = time.monotonic() - begin
+    route = router.route(args.query, args.top)
+    print(_as_json(route, system) if args.json else _as_text(route, system, found and found.tau, tools, loading))
+    return 0
+
+
+def _as_json(route: Route, system: str) -> str:
+    return json.dumps({
+        "system": system, "margin": route.margin, "gate_fired": route.gate_fired, "abstained": route.abstained,
+        "scan_us": route.scan_us, "total_ms": route.total_ms,
+        "candidates": [{"server": c.tool.server, "name": c.tool.name, "score": c.score, "cross_score": c.cross_score}
+                       for c in route.candidates]}, ensure_ascii=False, indent=1)
+
+
+def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], loading: float) -> str:
+    if not route.candidates:
+        return f"no tool of {len(tools)} shares anything with the query"
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("#", "server", "tool", "score", *(["cross-encoder"] if route.gate_fired else []), "description")
+    for i, c in enumerate(route.candidates, start=1):
+        cross = "–" if c.cross_score is None else f"{c.cross_score:.2f}"
+        text = " ".join(c.tool.description.split())
+        table.add_row(str(i), c.tool.server or "–", c.tool.name, f"{c.score:.4f}",
+                      *([cross] if route.gate_fired else []), text[:SHOWN] + ("…" if len(text) > SHOWN else ""))
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    margin = "none" if route.margin is None else f"{route.margin:.4f}"
+    if tau is None:
+        gate = "no gate"
+    else:
+        gate = f"τ {tau:.4f}, the gate {'fired' if route.gate_fired else 'did not fire'}"
+    told = [f"{system} over {len(tools)} tools: margin {margin}, {gate}; {route.total_ms:.1f} ms"
+            + (f", of which the scan {route.scan_us:.1f} µs" if route.scan_us is not None else "")
+            + f" (loading: {loading:.1f} s)"]
+    if route.abstained:
+        told.append(f"Probably no tool fits: the nearest has a cosine of {route.best_cosine:.2f}.")
+    return captured.get() + "\n".join(told)
