@@ -116,6 +116,14 @@ def collected(tmp_path):
     return collected
 
 
+@pytest.fixture(autouse=True)
+def no_leftovers(tmp_path):
+    """A test that fails leaves no process behind either."""
+    yield
+    for process in marked(tmp_path / "servers"):
+        process.kill()
+
+
 def marked(folder):
     """Processes of a collection into the folder."""
     found = []
@@ -236,8 +244,10 @@ def test_a_stopped_collection_leaves_no_server(how, script, listing, tmp_path):
     # Deaf to the end of its input and to a polite request.
     deaf = script(f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
                   f"open({str(started)!r}, 'w').close(); time.sleep(600)")
-    program = ("import sys\nfrom nexus.collect import collect\n"
+    # Tests that run in the background inherit an ignored SIGINT.
+    program = ("import signal, sys\nfrom nexus.collect import collect\n"
                "from nexus.registry_spec import RegistrySpec, ServerSpec\n"
+               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
                "server = ServerSpec(name='deaf', command=sys.argv[2:])\n"
                "collect(RegistrySpec(name='toys', servers=[server]), sys.argv[1])")
     running = subprocess.Popen([sys.executable, "-c", program, str(folder), *deaf], cwd=ROOT, stderr=subprocess.DEVNULL)
