@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from bert_reference import Reference, toy_adapter, toy_model
@@ -197,6 +198,72 @@ def test_a_closed_encoder_says_so(toy_gguf: Path):
     encoder.close()
     with pytest.raises(EncoderError, match="is closed; open it again"):
         encoder.embed_query("list")
+
+
+def rotated(x: np.ndarray, base: float) -> np.ndarray:
+    """RoPE of [heads, tokens, n]: element i is paired with i + n/2."""
+    half = x.shape[-1] // 2
+    angles = np.arange(x.shape[1])[:, None] * base ** (-np.arange(half) / half)
+    cos, sin, first, second = np.cos(angles), np.sin(angles), x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+
+
+def test_an_encoder_with_rotary_positions(toy: Path, tmp_path: Path):
+    """A toy of nomic-embed-text's form: RoPE, a gated feed-forward layer, no biases but the norms'."""
+    reference, rng, hidden, inner, heads = Reference(toy), np.random.default_rng(3), 32, 64, 2
+    n_vocab = len(reference.vocabulary)
+    t = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in {
+        "token_embd": (n_vocab, hidden), "token_types": (2, hidden), "blk.0.attn_qkv": (3 * hidden, hidden),
+        "blk.0.attn_output": (hidden, hidden), "blk.0.ffn_gate": (inner, hidden), "blk.0.ffn_up": (inner, hidden),
+        "blk.0.ffn_down": (hidden, inner)}.items()}
+    norms = ("token_embd_norm", "blk.0.attn_output_norm", "blk.0.layer_output_norm")
+    t |= {name: rng.normal(1, 0.1, hidden).astype(np.float32) for name in norms}
+    writer = gguf.GGUFWriter(tmp_path / "nomic.gguf", "nomic-bert")
+    for name, array in t.items():
+        writer.add_tensor(f"{name}.weight", array)
+        if name in norms:
+            writer.add_tensor(f"{name}.bias", np.zeros(hidden, np.float32))
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_block_count(1)
+    writer.add_head_count(heads)
+    writer.add_layer_norm_eps(1e-12)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_rope_freq_base(1000.0)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_type_count(2)
+    writer.add_token_list([token if token[0] == "[" and token[-1] == "]" else
+                           token[2:] if token.startswith("##") else "\u2581" + token for token in reference.vocabulary])
+    for kind, token in (("unk", "[UNK]"), ("bos", "[CLS]"), ("sep", "[SEP]"), ("pad", "[PAD]"), ("mask", "[MASK]")):
+        getattr(writer, f"add_{kind}_token_id")(reference.vocabulary[token])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-12) * t[name]
+
+    def embed(text: str) -> np.ndarray:
+        ids = [3, *reference.tokens(text)[:62], 4]
+        h = norm(t["token_embd"][ids] + t["token_types"][0], "token_embd_norm")
+        q, k, v = np.split((h @ t["blk.0.attn_qkv"].T).reshape(len(ids), 3 * heads, -1).swapaxes(0, 1), 3)
+        scores = rotated(q, 1000.0) @ rotated(k, 1000.0).swapaxes(1, 2) / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(len(ids), -1)
+        h = norm(h + mixed @ t["blk.0.attn_output"].T, "blk.0.attn_output_norm")
+        gate = h @ t["blk.0.ffn_gate"].T
+        h = h + (gate / (1 + np.exp(-gate)) * (h @ t["blk.0.ffn_up"].T)) @ t["blk.0.ffn_down"].T
+        mean = norm(h, "blk.0.layer_output_norm").mean(0)
+        return mean / np.linalg.norm(mean)
+
+    prefix = "search_query: "
+    with Encoder(tmp_path / "nomic.gguf", max_tokens=64, query_prefix=prefix) as encoder:
+        for name, text in TEXTS.items():
+            assert encoder.embed_query(text) @ embed(prefix + text) >= 0.9999, name
 
 
 @pytest.fixture(scope="session")
