@@ -16,11 +16,12 @@ from nexus import stats
 from nexus.cells import Cell
 from nexus.config import Config
 from nexus.in_context import Choice, InContextChooser
+from nexus.listing import ordered
 from nexus.model_tuple import context_options, open_model
 from nexus.pipeline import experiment_main, measure_cells, write_results
 from nexus.registry import Tool
 from nexus.routing_setup import thresholds_of
-from nexus.routing_workload import RoutingCase, ordered, registry_around
+from nexus.routing_workload import RoutingCase, registry_around
 from nexus.runtime import Runtime
 
 NAME = "routing_accuracy_n250"

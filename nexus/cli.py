@@ -45,6 +45,14 @@ def _parser() -> argparse.ArgumentParser:
                           help="what to compile behind: system (default), preamble-<tokens>, ensemble-<texts>x<tokens>")
     _add_choices(compile_)
 
+    route = command("route", _route, "find the tools of a registry that a query most likely means")
+    route.add_argument("query", help="what shall be done, in your words")
+    route.add_argument("--registry", type=Path, metavar="FILE",
+                       help="JSON file of tools; without it, the tools of conf/registry's servers, collected once")
+    route.add_argument("--top", type=_positive, default=5, metavar="N", help="how many to show (5)")
+    route.add_argument("--system", metavar="NAME", help="slb, bm25, hybrid, slb+gate or hybrid+gate")
+    route.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")
 
     params = command("params", _params, "write params.yaml, the composition of conf/'s defaults")
@@ -60,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME|PATH", help="a file in conf/model, or the path of a GGUF file")
     parser.add_argument("--profile", metavar="NAME", help="a file in conf/profile")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return value
 
 
 def _repro(args: argparse.Namespace) -> None:
@@ -82,6 +97,13 @@ def _compile(args: argparse.Namespace) -> int:
     from nexus.reproduce import overrides_for
 
     return compile_blocks.run(args, validate(compose(overrides_for(args.model, args.profile))))
+
+
+def _route(args: argparse.Namespace) -> int:
+    from nexus import route_command
+    from nexus.config import compose, validate
+
+    return route_command.run(args, validate(compose()))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The collected registry as a file: one canonical form, read back, and its seeded order and subsets."""
+"""The collected registry as a file: one canonical form, read back, and its seeded order."""
 from __future__ import annotations
 
 import json
@@ -12,8 +12,6 @@ from nexus.registry_spec import RegistrySpec
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTINGS = ROOT / ".nexus" / "registry"
-
-Identity = tuple[str | None, str]
 
 
 def write_listing(path: Path | str, tools: Sequence[Tool]) -> None:
@@ -48,31 +46,13 @@ def load_listing(spec: RegistrySpec, listing: Path | str | None = None) -> Regis
     return load_registry(path)
 
 
-def subset(tools: Sequence[Tool], n: int | None, seed: int, required: Sequence[Identity] = ()) -> list[Tool]:
-    """The first `n` tools of one seeded order (null: all): a smaller subset is a prefix of every larger one.
+def ordered(tools: Sequence[Tool], seed: int) -> list[Tool]:
+    """All tools in one seeded order: those of the first one's server, then all others.
 
-    First come the `required` ones, so that what is the right answer of a query can be found at every n; then the other
-    tools of the first server in `tools`; then all others. Within each part the order is that of a hash of seed, server
-    and name: a tool that comes or goes moves no other. Raises ValueError when n or required cannot be met.
+    Within each part the order is that of a hash of seed, server and name: a tool that comes or goes moves no other.
     """
-    known = {tool.identity for tool in tools}
-    wanted = {(server, name) for server, name in required}
-    if missing := sorted(wanted - known, key=repr):
-        server, name = missing[0]
-        raise ValueError(f"required: tool {name!r} of server {server!r} is not in the registry ({len(missing)} are "
-                         "missing); remove it, or collect its server")
-    n = len(tools) if n is None else n
-    if not 1 <= n <= len(tools):
-        raise ValueError(f"n: {n} tools of a registry of {len(tools)}; use 1 to {len(tools)}, or null for all")
-    if n < len(wanted):
-        raise ValueError(f"n: {n} tools cannot hold the {len(wanted)} required ones; use at least {len(wanted)}")
     first = tools[0].server
-
-    def rank(tool: Tool) -> tuple[int, str]:
-        part = 0 if tool.identity in wanted else 1 if tool.server == first else 2
-        return part, sha256_of([seed, tool.server, tool.name])
-
-    return sorted(tools, key=rank)[:n]
+    return sorted(tools, key=lambda tool: (tool.server != first, sha256_of([seed, tool.server, tool.name])))
 
 
 def in_order(schema: Any, names: bool = False) -> Any:

@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 
+from nexus.collect import collect
 from nexus.config import ROOT, Config
-from nexus.listing import load_listing
+from nexus.listing import listing_path, load_listing, write_listing
 from nexus.registry import Tool, load_registry
-from nexus.route import Route
+from nexus.route import GATED, SYSTEMS, Route, RouteError
 from nexus.routing_setup import RoutingSetup, thresholds_of
 
 # Longest part of a description that a table line shows.
@@ -19,9 +22,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     """0, after the answer is printed. Raises what loading raises: RegistryError, WeightsError, MissingArtifact."""
     begin = time.monotonic()
     out = ROOT / cfg.results_folder / cfg.run_name
-    tools = load_registry(args.registry).tools if args.registry else load_listing(cfg.registry, out).tools
-    setup, system = RoutingSetup(cfg), args.system or cfg.routing.system
-    found = thresholds_of(cfg, out).get(system)
+    system = args.system or cfg.routing.system
+    if system not in SYSTEMS:
+        raise RouteError(f"--system {system} is unknown; use one of {', '.join(SYSTEMS)}")
+    tools = _tools(args, cfg, out)
+    setup = RoutingSetup(cfg)
+    found = thresholds_of(cfg, out)[system] if system in GATED else None
     router = setup.router(system, tools, found and found.tau, found and found.abstain_below)
     # The first decode of a context allocates; a user's second query is what a server would see.
     router.route("warm up")
@@ -29,6 +35,25 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     route = router.route(args.query, args.top)
     print(_as_json(route, system) if args.json else _as_text(route, system, found and found.tau, tools, loading))
     return 0
+
+
+def _tools(args: argparse.Namespace, cfg: Config, out: Path) -> list[Tool]:
+    """The tools of the user's file, or of the configured registry, which is collected if it never was."""
+    if args.registry:
+        registry = load_registry(args.registry)
+        for problem in registry.problems:
+            print(f"nexus: left out entry {problem.index} ({problem.name}): {problem.reason}", file=sys.stderr)
+        return registry.tools
+    path = out / "registry.json"
+    if cfg.registry.path is None and not path.is_file():
+        path = listing_path(cfg.registry)
+        if not path.is_file():
+            print("nexus: the registry is collected from its servers, once; about a minute", file=sys.stderr)
+            found = collect(cfg.registry)
+            for failure in found.failures:
+                print(f"nexus: left out {failure}", file=sys.stderr)
+            write_listing(path, found.tools)
+    return load_listing(cfg.registry, path).tools
 
 
 def _as_json(route: Route, system: str) -> str:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nexus.registry import Tool, file_text, found, strict_json
 from nexus.workload import WorkloadError
 
@@ -68,14 +66,6 @@ def load_cases(path: str | Path, tools: Sequence[Tool]) -> list[RoutingCase]:
             lines[kind, value] = number
         cases.append(case)
     return cases
-
-
-def ordered(tools: Sequence[Tool], seed: int) -> list[Tool]:
-    """All tools: those of the first one's server shuffled, then all others shuffled. Equal seeds, equal order."""
-    first = [tool for tool in tools if tool.server == tools[0].server]
-    others = [tool for tool in tools if tool.server != tools[0].server]
-    return [part[i] for stream, part in enumerate((first, others))
-            for i in np.random.default_rng([seed, stream]).permutation(len(part))]
 
 
 def registry_around(order: Sequence[Tool], identity: Identity, n: int) -> list[Tool]:

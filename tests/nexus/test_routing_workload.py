@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nexus.registry import Tool
-from nexus.routing_workload import RoutingCase, load_cases, ordered, registry_around
+from nexus.routing_workload import RoutingCase, load_cases, registry_around
 from nexus.workload import WorkloadError
 
 
@@ -71,16 +71,6 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_ids_and_queries_are_used_once(tmp_path, second):
     with pytest.raises(WorkloadError, match="line 2: (id|query) .* is already used in line 1"):
         load_cases(written(tmp_path, {"id": "one", "query": "put it there", "tool": "write"}, second), TOOLS)
-
-
-@given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 9))
-@settings(deadline=None)
-def test_the_first_server_comes_first_and_nothing_is_lost(n_first, n_other, seed):
-    tools = [tool("first", f"t{i}") for i in range(n_first)] + [tool(f"s{i % 3}", f"u{i}") for i in range(n_other)]
-    order = ordered(tools, seed)
-    assert order == ordered(tools, seed)
-    assert sorted(map(str, order)) == sorted(map(str, tools))
-    assert {t.server for t in order[:n_first]} == {"first"}
 
 
 @given(st.integers(1, 60), st.data())
