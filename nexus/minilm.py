@@ -152,8 +152,10 @@ def _merged(tensors: dict[str, np.ndarray], adapter: Path, base: Path) -> dict[s
                 raise ConversionError(f"{adapter}: {name} {array.shape} and {linear}.lora_B "
                                       f"{getattr(second, 'shape', None)} do not fit {linear}.weight "
                                       f"{getattr(weight, 'shape', None)} of {base}; train on this base")
-            # einsum sums in a fixed order; a BLAS product may depend on the machine.
-            product = np.einsum("or,ri->oi", second.astype(np.float32), array)
+            # One rank after the other: a BLAS product's last bits, and so the file's hash, would depend on the machine.
+            product = np.zeros(weight.shape, np.float32)
+            for column, row in zip(second.astype(np.float32).T, array, strict=True):
+                product += np.outer(column, row)
             merged[f"{linear}.weight"] = weight.astype(np.float32) + np.float32(scale) * product
         elif name.endswith(".lora_B"):
             if f"{name.removesuffix('.lora_B')}.lora_A" not in updates:
