@@ -20,6 +20,8 @@ def summary(folder: Path) -> str:
     if policy := _by_depth(_metrics(folder, "calibrated_repair")):
         parts.append(_repairs("Calibrated policy on held-out tools, queries and conversation", policy,
                               {"violation_rate": "violations %"}))
+    if choices := _metrics(folder, "routing_accuracy_n250"):
+        parts.append(_choices(choices))
     return "\n".join(parts)
 
 
@@ -54,6 +56,19 @@ def _costs(costs: dict[str, dict[str, Any]]) -> str:
                 f"  {layout:<11} {n_ctx:>6} {_number(values.get('total_us')):>10} "
                 f"{_number(values.get('total_per_memcpy')):>9} {_number(values.get('engine_shift_per_total')):>22}"
             )
+    return "\n".join(lines)
+
+
+def _choices(choices: dict[str, dict[str, Any]]) -> str:
+    """One line per system, one column per number of tools; keys are `<system>.<N>`."""
+    shares = {tuple(key.rsplit(".", 1)): values.get("accuracy") for key, values in choices.items()}
+    sizes = sorted({int(size) for _, size in shares})
+    lines = ["Right tool chosen, %, by number of tools; - does not fit the context"]
+    lines.append(f"  {'system':<14}" + "".join(f"{size:>7}" for size in sizes))
+    for system in dict.fromkeys(system for system, _ in shares):
+        told = (shares.get((system, str(size))) for size in sizes)
+        lines.append(f"  {system:<14}" + "".join(f"{_percent(None if share is None else 100 * share):>7}"
+                                                 for share in told))
     return "\n".join(lines)
 
 

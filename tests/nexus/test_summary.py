@@ -36,6 +36,15 @@ def test_the_calibrated_policy_with_its_violations(tmp_path):
                                                     ["1024", "100", "0.0000", "0", "-"]]
 
 
+def test_accuracy_by_system_and_number_of_tools(tmp_path):
+    lines = lines_of(tmp_path, routing_accuracy_n250={
+        "hybrid.250": {"accuracy": 0.5}, "hybrid.10": {"accuracy": 0.875}, "concat_all.10": {"accuracy": 1.0},
+        "concat_all.250": {"prompt_tokens": 40000.0}})
+    assert lines[0].startswith("Right tool chosen")
+    assert [line.split() for line in lines[1:]] == [["system", "10", "250"], ["hybrid", "87.5", "50"],
+                                                    ["concat_all", "100", "-"]]
+
+
 def test_columns_stand_under_their_headings(tmp_path):
     _, header, line = lines_of(tmp_path, calibrated_repair={
         "256": {"recompute_pct": 2.5, "dkl_nats": 0.004, "violation_rate": 0.05, "speedup": 6.0}})
