@@ -12,6 +12,7 @@ is that of the rounding alone. Rows named `ceiling` read the same table and do n
 """
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -171,6 +172,16 @@ def one_blas_thread() -> bool:
     return any([kernels.call_with_int(str(path), "scipy_openblas_set_num_threads64_", 1) for path in libraries])
 
 
+@functools.cache
+def reading_kernels():
+    """The C++ namespace `nexus` with the readers that the scan is held against."""
+    kernels = native.kernels()
+    import cppyy
+
+    cppyy.include("slb_ceiling.hpp")
+    return kernels
+
+
 def missing(peers: list[str]) -> list[str]:
     """Those of the named peers that are not installed."""
     found = []
@@ -236,23 +247,24 @@ class Table:
         """Everybody, in the order of the rows."""
         k = self.k
         for isa, table in self.own.items():
-            def scan(i: int, table=table) -> list:
-                return table.search_codes(self.codes[i], k)
+            def scan(i: int, table=table, prepared=list(self.codes)) -> Answer:
+                return table.scan(prepared[i], k)
 
-            yield Contestant(OURS, isa, scan, lambda i, scan=scan: split(scan(i)), table.nbytes,
-                             SCALAR_ROUNDS if isa == "scalar" else None)
+            yield Contestant(OURS, isa, scan, scan, table.nbytes, SCALAR_ROUNDS if isa == "scalar" else None)
         best = self.own[self.best_isa]
         scales = [best.quantise_query(query)[1] * best.scale for query in self.queries]
 
-        def search(i: int) -> list:
-            return best.search(self.queries[i], k)
+        queries = list(self.queries)
+
+        def search(i: int) -> list[tuple[int, float]]:
+            return best.search(queries[i], k)
 
         def dequantised(i: int) -> Answer:
-            ids, scores = split(search(i))
-            return ids, scores / scales[i]
+            ids, scores = zip(*search(i))
+            return np.array(ids), np.array(scores) / scales[i]
 
         yield Contestant(IN_SITU, self.best_isa, search, dequantised, best.nbytes)
-        yield Contestant(QUANTISE, self.best_isa, lambda i: best.quantise_query(self.queries[i]))
+        yield Contestant(QUANTISE, self.best_isa, lambda i: best.quantise_query(queries[i]))
         for name, peer in self.peers.items():
             prepared = [peer.query(codes) for codes in self.codes]
 
@@ -260,7 +272,7 @@ class Table:
                 return peer.search(prepared[i], k)
 
             yield Contestant(name, AUTO, ask, ask, peer.nbytes)
-        kernels = native.kernels()
+        kernels = reading_kernels()
         for reader in range(kernels.slb_readers()):
             yield Contestant(CEILING, str(kernels.slb_reader_name(reader)),
                              lambda i, reader=reader: kernels.slb_read(reader, best.address, best.nbytes),
@@ -280,11 +292,6 @@ class Table:
                 exact &= np.array_equal(ids, self.expected[i])
             nearest += int(ids[0] == self.nearest[i])
         return {"exact": bool(exact), "nearest": nearest, "queries": len(self.products)}
-
-
-def split(hits: list[tuple[int, float]]) -> Answer:
-    """Ids and scores of a search's hits."""
-    return np.array([hit[0] for hit in hits]), np.array([hit[1] for hit in hits])
 
 
 def median_us(call: Callable[[], object], repetitions: int = 9) -> float:
@@ -329,8 +336,6 @@ class Bench:
     def __init__(self, cfg: Config):
         self.cfg, self.sizes = cfg, cfg.slb_latency
         self.absent = missing(self.sizes.peers)
-        native.kernels()
-        _ceiling()
 
     def measure(self, cell: Cell) -> list[dict]:
         """Samples of one size: a check and facts per contestant, then the times of each round."""
@@ -345,12 +350,6 @@ class Bench:
         samples += [{**keys, "impl": peer, "isa": AUTO, "kind": "missing"} for peer in self.absent]
         return samples + [{**keys, "kind": "round", **times}
                           for times in timed_rounds(contestants, sizes.repetitions, self.cfg.seed)]
-
-
-def _ceiling() -> None:
-    import cppyy
-
-    cppyy.include("slb_ceiling.hpp")
 
 
 def p99(samples: list[float], level: float) -> Estimate:

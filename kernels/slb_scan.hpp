@@ -104,17 +104,19 @@ struct SlbFree {
 };
 using SlbMemory = std::unique_ptr<uint8_t[], SlbFree>;
 
-// Uninitialised memory that begins at a cache line; large tables at a large page, which spares most address translations.
+// Uninitialised memory, in large pages if it is not tiny: these spare address translations, and prefetchers do not stop at
+// every 4 KB.
 inline SlbMemory slb_allocate(size_t bytes) {
-    constexpr size_t kLine = 64, kLargePage = size_t(2) << 20;
-    const size_t alignment = bytes >= 2 * kLargePage ? kLargePage : kLine;
+    constexpr size_t kLine = 64, kLargePage = size_t(2) << 20, kTiny = size_t(64) << 10;
+    const size_t unit = bytes < kTiny ? kLine : kLargePage;
+    const size_t whole = bytes == 0 ? unit : (bytes + unit - 1) / unit * unit;
     void * memory = nullptr;
-    if (posix_memalign(&memory, alignment, bytes == 0 ? alignment : bytes) != 0) {
+    if (posix_memalign(&memory, unit, whole) != 0) {
         throw std::bad_alloc();
     }
 #if defined(__linux__)
-    if (alignment == kLargePage) {
-        madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: without large pages the scan is right, too
+    if (unit == kLargePage) {
+        madvise(memory, whole, MADV_HUGEPAGE);  // a hint: without large pages the scan is right, too
     }
 #endif
     return SlbMemory(static_cast<uint8_t *>(memory));
@@ -135,13 +137,24 @@ public:
     // The min(k, rows) best rows for float[dim] at query: written as SlbHit at hits, their count is returned.
     size_t search(size_t query, size_t k, size_t hits) {
         const float inverse = kernels_.quantise(reinterpret_cast<const float *>(query), dim_, query_.data());
-        return find(k, hits, inverse == 0.0f ? 0.0 : scale_ / double(inverse));
+        const double scale = inverse == 0.0f ? 0.0 : scale_ / double(inverse);
+        const size_t count = find(k);
+        auto * out = reinterpret_cast<SlbHit *>(hits);
+        for (size_t i = 0; i < count; ++i) {
+            out[i] = {int64_t(tops_[0].id(i)), double(tops_[0].score(i)) * scale};
+        }
+        return count;
     }
 
-    // The same for int8[dim] at codes; scores are the integer products.
-    size_t search_codes(size_t codes, size_t k, size_t hits) {
+    // The same for int8[dim] at codes; written are int64 ids and the int32 products as they are.
+    size_t scan(size_t codes, size_t k, size_t ids, size_t products) {
         std::memcpy(query_.data(), reinterpret_cast<const void *>(codes), dim_);
-        return find(k, hits, 1.0);
+        const size_t count = find(k);
+        for (size_t i = 0; i < count; ++i) {
+            reinterpret_cast<int64_t *>(ids)[i] = int64_t(tops_[0].id(i));
+            reinterpret_cast<int32_t *>(products)[i] = tops_[0].score(i);
+        }
+        return count;
     }
 
     // Quantises float[dim] at query to int8[dim] at codes; returns what a code stands for.
@@ -172,7 +185,8 @@ private:
         }
     }
 
-    size_t find(size_t k, size_t hits, double scale) {
+    // Leaves the best rows for query_ in tops_[0], in order; returns their count.
+    size_t find(size_t k) {
         int32_t sum = 0;
         for (const int8_t code : query_) {
             sum += code;
@@ -194,12 +208,7 @@ private:
                 tops_[0].merge(tops_[part]);
             }
         }
-        auto * out = reinterpret_cast<SlbHit *>(hits);
-        const size_t count = tops_[0].finish();
-        for (size_t i = 0; i < count; ++i) {
-            out[i] = {int64_t(tops_[0].id(i)), double(tops_[0].score(i)) * scale};
-        }
-        return count;
+        return tops_[0].finish();
     }
 
     template <typename Scan> static void in_parallel(const Scan & scan, size_t parts) {

@@ -24,9 +24,10 @@ LARGEST_CODE = 127
 SMALLEST_MAGNITUDE = 1e-30
 # With fewer rows the threads cost more than they bring.
 THREADED_ROWS = 100_000
+# A native SlbHit: id and score.
 HIT = struct.Struct("=qd")
 CHUNK_ROWS = 4096
-FLOAT32, INT8 = np.dtype(np.float32), np.dtype(np.int8)
+INT8 = np.dtype(np.int8)
 
 
 class LookasideError(ValueError):
@@ -101,6 +102,48 @@ def available_isas() -> list[str]:
     return sorted(names, key=str(k.slb_isa_name(k.slb_best_isa())).__eq__)
 
 
+class _Desk:
+    """What the searches of one Python thread read and write, at fixed addresses.
+
+    A call then hands over integers: looking an array's address up costs as much as scanning a small table.
+    """
+
+    def __init__(self, dim: int):
+        query, codes = np.zeros(dim, np.float32), np.zeros(dim, np.int8)
+        # Assigning to a memoryview checks type and shape on the way, at half the price of numpy's assignment.
+        self.query, self.codes = memoryview(query), memoryview(codes)
+        self.query_at, self.codes_at = query.ctypes.data, codes.ctypes.data
+        self.make_room(64)
+
+    def make_room(self, k: int) -> None:
+        """Space for k results."""
+        self.room = k
+        self._hits, self._ids, self._products = np.zeros(k * HIT.size, np.uint8), np.zeros(k, np.int64), np.zeros(k, np.int32)
+        self.hits_at, self.ids_at, self.products_at = (
+            array.ctypes.data for array in (self._hits, self._ids, self._products))
+        self.hits: dict[int, memoryview] = {}
+        self.arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def hits_of(self, found: int) -> memoryview:
+        """The bytes of the first `found` hits; made once."""
+        return self.hits.setdefault(found, memoryview(self._hits)[:found * HIT.size])
+
+    def arrays_of(self, found: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first `found` ids and products; made once."""
+        return self.arrays.setdefault(found, (self._ids[:found], self._products[:found]))
+
+
+class _Desks(threading.local):
+    """A desk for each thread that asks for `mine`."""
+
+    def __init__(self, dim: int):
+        self.mine = _Desk(dim)
+
+
+# What assigning a foreign object to a memoryview raises.
+_MISMATCH = (TypeError, ValueError, NotImplementedError, BufferError)
+
+
 class Lookaside:
     """A table of n embeddings that answers which k are nearest to a query, by inner product.
 
@@ -108,8 +151,8 @@ class Lookaside:
     threads    used from 100,000 rows on; smaller tables are scanned by the caller alone
 
     Attributes: `n`, `dim`, `isa`, `threads` (those that are used), `scale`, `nbytes` (of the table in memory, padded to
-    blocks of 64 rows and 4 dims), `address` (of its first byte). May be shared between Python threads; searches then
-    take turns. Raises LookasideError for vectors that are not finite float[n, dim] with dim from 1 to 65536.
+    blocks of 64 rows and 4 dims), `address` (of its first byte). Python threads may share a table. Raises LookasideError
+    for vectors that are not finite float[n, dim] with dim from 1 to 65536.
     """
 
     def __init__(self, vectors: np.ndarray, isa: str | None = None, threads: int = 1):
@@ -137,25 +180,13 @@ class Lookaside:
         code = next(code for code in range(k.kSlbIsas) if str(k.slb_isa_name(code)) == self.isa)
         used = threads if self.n >= THREADED_ROWS else 1
         try:
-            self._table = k.SlbTable(codes.ctypes.data, self.n, self.dim, self.dim, self.scale, code, used)
+            table = k.SlbTable(codes.ctypes.data, self.n, self.dim, self.dim, self.scale, code, used)
         except Exception as error:
             raise LookasideError(describe(error)) from None
-        self.threads, self.nbytes = int(self._table.n_threads()), int(self._table.n_bytes())
-        self.address = int(self._table.address())
-        # Everything that a search touches has a fixed place, so that a call hands over integers: looking an array's
-        # address up costs as much as scanning a small table.
-        self._shape = (self.dim,)
-        self._query, self._codes = np.zeros(self.dim, np.float32), np.zeros(self.dim, np.int8)
-        self._query_at, self._codes_at = self._query.ctypes.data, self._codes.ctypes.data
-        self._search, self._search_codes = self._table.search, self._table.search_codes
-        self._quantise = self._table.quantise
-        self._lock = threading.Lock()
-        self._make_room(64)
-
-    def _make_room(self, k: int) -> None:
-        self._room = k
-        self._hits = np.zeros(k * HIT.size, np.uint8)
-        self._hits_at, self._view = self._hits.ctypes.data, memoryview(self._hits)
+        self.threads, self.nbytes, self.address = int(table.n_threads()), int(table.n_bytes()), int(table.address())
+        # The interpreter's lock is held during a native call, so that threads cannot meet inside the table.
+        self._table, self._search, self._scan, self._quantise = table, table.search, table.scan, table.quantise
+        self._desks = _Desks(self.dim)
 
     def search(self, query: np.ndarray, k: int) -> list[tuple[int, float]]:
         """The min(k, n) nearest rows as (id, score), best first; score is the inner product of the codes, dequantised.
@@ -163,54 +194,59 @@ class Lookaside:
         `query` is float[dim], contiguous or not; it is quantised with a scale of its own, which is in the score.
         Raises LookasideError for another shape or type, for numbers that are not finite, and for k below 1.
         """
-        if type(query) is not np.ndarray or query.dtype is not FLOAT32 or query.shape != self._shape:
-            query = self._real(query)
-        with self._lock:
-            if type(k) is not int or not 0 < k <= self._room:
-                k = self._checked(k)
-            self._query[:] = query
-            try:
-                found = self._search(self._query_at, k, self._hits_at)
-            except Exception as error:
-                raise LookasideError(describe(error)) from None
-            return list(HIT.iter_unpack(self._view[:found * HIT.size]))
+        desk = self._desks.mine
+        try:
+            desk.query[:] = query
+        except _MISMATCH:
+            desk.query[:] = self._float32(query)
+        if type(k) is not int or not 0 < k <= desk.room:
+            k = self._checked(k, desk)
+        try:
+            found = self._search(desk.query_at, k, desk.hits_at)
+        except Exception as error:
+            raise LookasideError(describe(error)) from None
+        return list(HIT.iter_unpack(desk.hits.get(found) or desk.hits_of(found)))
 
-    def search_codes(self, codes: np.ndarray, k: int) -> list[tuple[int, float]]:
-        """The same for a query of codes, int8[dim]; scores are the exact integer products, as float."""
-        if type(codes) is not np.ndarray or codes.dtype is not INT8 or codes.shape != self._shape:
-            codes = self._coded(codes)
-        with self._lock:
-            if type(k) is not int or not 0 < k <= self._room:
-                k = self._checked(k)
-            self._codes[:] = codes
-            found = self._search_codes(self._codes_at, k, self._hits_at)
-            return list(HIT.iter_unpack(self._view[:found * HIT.size]))
+    def scan(self, codes: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, int64[min(k, n)], and exact integer products, int32, of the rows nearest to codes, int8[dim]; best first.
+
+        Both arrays belong to the table: this thread's next scan overwrites them. Raises LookasideError as `search` does.
+        """
+        desk = self._desks.mine
+        try:
+            desk.codes[:] = codes
+        except _MISMATCH:
+            desk.codes[:] = self._int8(codes)
+        if type(k) is not int or not 0 < k <= desk.room:
+            k = self._checked(k, desk)
+        found = self._scan(desk.codes_at, k, desk.ids_at, desk.products_at)
+        return desk.arrays.get(found) or desk.arrays_of(found)
 
     def quantise_query(self, query: np.ndarray) -> tuple[np.ndarray, float]:
         """Codes of a query, int8[dim], and its scale, as `search` uses them. Raises LookasideError as `search` does."""
-        query = self._real(query)
-        with self._lock:
-            self._query[:] = query
-            try:
-                scale = self._quantise(self._query_at, self._codes_at)
-            except Exception as error:
-                raise LookasideError(describe(error)) from None
-            return self._codes.copy(), float(scale)
+        desk = self._desks.mine
+        desk.query[:] = self._float32(query)
+        try:
+            scale = self._quantise(desk.query_at, desk.codes_at)
+        except Exception as error:
+            raise LookasideError(describe(error)) from None
+        return np.array(desk.codes), float(scale)
 
-    def _real(self, query: np.ndarray) -> np.ndarray:
-        """The query, if it is a vector of floats of this table's dim."""
-        if not isinstance(query, np.ndarray) or query.dtype.kind != "f" or query.shape != self._shape:
+    def _float32(self, query: np.ndarray) -> np.ndarray:
+        """The query in the machine's float32, if it is a vector of floats of this table's dim."""
+        if not isinstance(query, np.ndarray) or query.dtype.kind != "f" or query.shape != (self.dim,):
             raise LookasideError(f"query is {_kind(query)}; give float32[{self.dim}]")
-        return query
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinity
+            return query.astype(np.float32, copy=False)
 
-    def _coded(self, codes: np.ndarray) -> np.ndarray:
+    def _int8(self, codes: np.ndarray) -> np.ndarray:
         """The codes, if they are a vector of int8 of this table's dim."""
-        if not isinstance(codes, np.ndarray) or codes.dtype != INT8 or codes.shape != self._shape:
+        if not isinstance(codes, np.ndarray) or codes.dtype != INT8 or codes.shape != (self.dim,):
             raise LookasideError(f"codes are {_kind(codes)}; give int8[{self.dim}]")
         return codes
 
-    def _checked(self, k: int) -> int:
-        """A usable k, with room for as many hits."""
+    def _checked(self, k: int, desk: _Desk) -> int:
+        """A usable k, with room for as many results."""
         try:
             k = operator.index(k)
         except TypeError:
@@ -218,8 +254,8 @@ class Lookaside:
         if k < 1:
             raise LookasideError(f"k is {k}; give at least 1")
         k = min(k, max(1, self.n))
-        if k > self._room:
-            self._make_room(k)
+        if k > desk.room:
+            desk.make_room(k)
         return k
 
 

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments import slb_latency
-from nexus import cells, config, pipeline
+from nexus import artifact, cells, config, pipeline
 from nexus.slb import available_isas
 
 PEERS = ["numkong", "faiss", "usearch", "numpy"]
@@ -16,36 +17,24 @@ INSTALLED = [peer for peer in PEERS if peer not in slb_latency.missing(PEERS)]
 BEST = available_isas()[-1]
 
 
-def configured(**changes) -> SimpleNamespace:
-    """The default configuration with a tiny section for this experiment."""
-    whole = config.validate(config.compose(["model=smollm2-135m"]))
-    section = {"n_vectors": [70, 300], "dims": [33], "repetitions": 30, "k": 5, "peers": INSTALLED} | changes
-    return SimpleNamespace(**dict(whole), slb_latency=SimpleNamespace(**section),
-                           resolved=lambda name: {"experiment": name, "seed": whole.seed, "slb_latency": section})
+def configured(*overrides: str) -> config.Config:
+    """The configuration with a tiny table; further overrides come last."""
+    return config.validate(config.compose([
+        "model=smollm2-135m", "profile=quick", "slb_latency.n_vectors=[70,300]", "slb_latency.dims=[33]",
+        "slb_latency.repetitions=30", f"slb_latency.peers=[{','.join(INSTALLED)}]", *overrides]))
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """A function that runs the experiment and returns what it would write."""
+def measured(tmp_path, monkeypatch):
+    """A function that runs the experiment and returns the path of its artifact."""
     monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
-    results = {}
-
-    def write_results(name, cfg, out, **everything):
-        results.update(everything, name=name)
-        return out / f"{name}.json"
-
-    monkeypatch.setattr(slb_latency, "write_results", write_results)
-
-    def run(cfg) -> dict:
-        assert slb_latency.run(cfg, tmp_path) == tmp_path / "slb_latency.json"
-        return results
-
-    return run
+    return lambda cfg, folder="out": slb_latency.run(cfg, tmp_path / folder)
 
 
-def test_everybody_is_exact_and_timed(written, monkeypatch):
-    results = written(configured())
-    rows = results["rows"]
+def test_everybody_is_exact_and_timed(measured, monkeypatch):
+    path = measured(configured())
+    written = artifact.read(path)
+    rows = written["rows"]
     own = [(slb_latency.OURS, isa) for isa in available_isas()]
     expected = [*own, (slb_latency.IN_SITU, BEST), (slb_latency.QUANTISE, BEST), *((peer, "auto") for peer in INSTALLED)]
     for n in (70, 300):
@@ -56,42 +45,43 @@ def test_everybody_is_exact_and_timed(written, monkeypatch):
             searches = row["impl"] not in ("nexus quantise", "ceiling", "overhead")
             assert row["exact"] is (True if searches else None), row
             rounds = slb_latency.SCALAR_ROUNDS if row["isa"] == "scalar" else 30
-            assert row["p50_us"].n == row["p99_us"].n == rounds and row["p50_us"].value > 0
-            assert row["p99_us"].value >= row["p50_us"].value
+            assert row["p50_us"]["n"] == row["p99_us"]["n"] == rounds and row["p50_us"]["value"] > 0
+            assert row["p99_us"]["value"] >= row["p50_us"]["value"]
             if searches:
                 # A row with a little noise is nearly always nearest to itself, and rounding hardly ever changes that.
-                assert row["recall_at_1"].n == slb_latency.QUERIES and row["recall_at_1"].value > 0.8
+                assert row["recall_at_1"]["n"] == slb_latency.QUERIES and row["recall_at_1"]["value"] > 0.8
             ours = row["impl"] in ("nexus", "nexus in situ")
             assert (row["ceiling_share_pct"] is not None) == ours
             for peer in INSTALLED:
                 assert (row[f"speedup_vs_{peer}"] is not None) == ours
             assert (row["gb_per_s"] is not None) == (searches or row["impl"] == "ceiling")
-    assert results["tuple_"]["model"] == "smollm2-135m" and len(results["tuple_"]["model_sha256"]) == 64
-    assert results["tuple_"]["embedder"] is None and results["threads"] == 1 and results["isa"] == BEST
-    key = f"300.33.nexus.{BEST}"
-    assert results["metrics"][key]["p50_us"] == next(
-        row["p50_us"].value for row in rows if (row["n_vectors"], row["impl"], row["isa"]) == (300, "nexus", BEST))
-    kinds = [sample["kind"] for sample in results["samples"]]
-    assert kinds.count("round") == 60
+    assert written["tuple"]["model"] == "smollm2-135m" and written["tuple"]["embedder"] is None
+    assert written["provenance"]["threads"] == 1 and written["provenance"]["isa"] == BEST
+    metrics = json.loads((path.parent / "metrics" / path.name).read_text())
+    assert metrics[f"300.33.nexus.{BEST}"]["p50_us"] == next(
+        row["p50_us"]["value"] for row in rows
+        if (row["n_vectors"], row["impl"], row["isa"]) == (300, "nexus", BEST))
+    assert [sample["kind"] for sample in artifact.read_samples(path)].count("round") == 60
 
     # Times are measured once: a second run takes them from the store.
     monkeypatch.setattr(slb_latency.Bench, "measure", lambda *_: pytest.fail("a stored size was measured again"))
-    assert written(configured())["samples"] == results["samples"]
+    assert measured(configured(), "again").read_bytes() == path.read_bytes()
 
 
-def test_a_peer_that_is_not_installed_is_named_and_left_out(written, monkeypatch, capsys):
+def test_a_peer_that_is_not_installed_is_named_and_left_out(measured, monkeypatch, capsys):
     def without_numkong(name):
         if name == "numkong":
             raise ImportError(name)
         return importlib.import_module(name)
 
     monkeypatch.setattr(slb_latency, "importlib", SimpleNamespace(import_module=without_numkong))
-    rows = written(configured(n_vectors=[70], repetitions=3, peers=["numkong", "numpy"]))["rows"]
+    rows = artifact.read(measured(configured(
+        "slb_latency.n_vectors=[70]", "slb_latency.repetitions=3", "slb_latency.peers=[numkong,numpy]")))["rows"]
     assert "numkong is not installed and is left out" in capsys.readouterr().err
     absent = [row for row in rows if row["impl"] == "numkong"]
     assert [(row["status"], row["p50_us"], row["exact"]) for row in absent] == [("not installed", None, None)]
     ours = next(row for row in rows if row["impl"] == "nexus in situ")
-    assert ours["speedup_vs_numkong"] is None and ours["speedup_vs_numpy"].value > 0
+    assert ours["speedup_vs_numkong"] is None and ours["speedup_vs_numpy"]["value"] > 0
 
 
 def test_a_wrong_answer_is_not_called_exact():

@@ -46,12 +46,13 @@ static bool search_is_right(int isa, size_t n_rows, size_t dim, size_t k, size_t
     }
     std::sort(expected.begin(), expected.end());
     SlbTable table(address(codes), n_rows, dim, row_bytes, 1.0, isa, n_threads);
-    std::vector<SlbHit> hits(std::min(k, n_rows));
-    if (table.search_codes(address(query), k, address(hits)) != hits.size()) {
+    std::vector<int64_t> ids(std::min(k, n_rows));
+    std::vector<int32_t> products(ids.size());
+    if (table.scan(address(query), k, address(ids), address(products)) != ids.size()) {
         return false;
     }
-    for (size_t i = 0; i < hits.size(); ++i) {
-        if (hits[i].id != expected[i].second || hits[i].score != -double(expected[i].first)) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] != expected[i].second || products[i] != -expected[i].first) {
             return false;
         }
     }

@@ -77,7 +77,9 @@ def test_scores_are_the_products_of_codes_in_the_vectors_unit(isa):
     assert [hit[0] for hit in hits] == np.argsort(-products, kind="stable")[:7].tolist()
     assert [hit[1] for hit in hits] == pytest.approx([products[i] * scale * step for i, _ in hits], rel=1e-12)
     assert [hit[1] for hit in hits] == pytest.approx([float(vectors[i] @ query) for i, _ in hits], abs=0.5)
-    assert table.search_codes(query_codes, 3) == [(i, float(products[i])) for i, _ in hits[:3]]
+    ids, exact = table.scan(query_codes, 3)
+    assert ids.tolist() == [i for i, _ in hits[:3]] and exact.tolist() == products[ids].tolist()
+    assert (ids.dtype, exact.dtype) == (np.int64, np.int32)
     assert all(type(i) is int and type(score) is float for i, score in hits)
 
 
@@ -95,7 +97,8 @@ def test_many_rows_are_scanned_by_threads():
     assert table.threads == 2
     expected = np.argsort(-products, kind="stable")
     for k in (5, 100):
-        assert table.search_codes(query, k) == [(int(i), float(products[i])) for i in expected[:k]]
+        ids, scores = table.scan(query, k)
+        assert ids.tolist() == expected[:k].tolist() and scores.tolist() == products[expected[:k]].tolist()
 
 
 def test_no_rows_give_no_hits_and_one_row_is_the_only_hit():
@@ -126,9 +129,10 @@ def test_views_other_orders_and_other_floats_give_the_same_hits():
     for same in (spread[::2], query[::-1].copy()[::-1], query.astype(np.float64), query.astype(">f4"), unaligned[0] * 0 + query):
         assert Lookaside(vectors).search(same, 5) == hits
     codes = quantise(vectors)[0]
-    by_codes = Lookaside.from_codes(codes).search_codes(codes[3], 4)
+    expected = Lookaside.from_codes(codes).scan(codes[3], 4)
     doubled = np.repeat(codes, 2, axis=1)
-    assert Lookaside.from_codes(doubled[:, ::2]).search_codes(doubled[3, ::2], 4) == by_codes
+    found = Lookaside.from_codes(doubled[:, ::2]).scan(doubled[3, ::2], 4)
+    assert np.array_equal(found, expected) and expected[0][0] == 3
 
 
 def test_the_table_does_not_follow_its_source():
@@ -147,6 +151,15 @@ def test_k_beyond_the_first_buffer_and_k_of_other_integer_types():
     assert table.search(vectors[0], 200) == everything[:200]
 
 
+def test_a_scan_overwrites_the_arrays_of_the_one_before():
+    codes = np.eye(3, dtype=np.int8)
+    table = Lookaside.from_codes(codes)
+    first, kept = table.scan(codes[0], 1), table.scan(codes[0], 2)[0].copy()
+    assert kept.tolist() == [0, 1]
+    table.scan(codes[2], 1)
+    assert first[0].tolist() == [2]
+
+
 @pytest.mark.parametrize(("k", "message"), [(0, "k is 0; give at least 1"), (-1, "k is -1"), (2.0, "k is 2.0; give a whole"),
                                             (None, "k is None")])
 def test_a_k_that_means_nothing_is_refused(k, message):
@@ -154,7 +167,7 @@ def test_a_k_that_means_nothing_is_refused(k, message):
     with pytest.raises(LookasideError, match=message):
         table.search(np.ones(4, np.float32), k)
     with pytest.raises(LookasideError, match=message):
-        table.search_codes(np.ones(4, np.int8), k)
+        table.scan(np.ones(4, np.int8), k)
 
 
 @pytest.mark.parametrize("query", [
@@ -171,7 +184,7 @@ def test_a_query_of_another_shape_or_type_is_refused(query):
                                    np.ones(4, np.float32), [1] * 4])
 def test_query_codes_of_another_shape_or_type_are_refused(codes):
     with pytest.raises(LookasideError, match=r"codes are .*; give int8\[4\]"):
-        Lookaside(vectors_of(5, 4)).search_codes(codes, 1)
+        Lookaside(vectors_of(5, 4)).scan(codes, 1)
 
 
 @pytest.mark.parametrize(("bad", "message"), [(np.nan, "NaN or infinity"), (np.inf, "NaN or infinity"),
