@@ -229,10 +229,12 @@ def figure5(artifact: dict, published: dict) -> Figure:
         for i, system in enumerate(systems):
             cells = sorted((row for row in at(rows, system=system) if value_of(row["accuracy"]) is not None),
                            key=lambda row: row["n_tools"])
-            if cells:
+            overflowing = _overflowing(at(rows, system=system))
+            # Without any point, too: what overflows at every size is told in the legend.
+            if cells or overflowing:
                 # Curves stand a little apart, so that equal values do not hide each other.
                 shift = 0.06 * (i - (len(systems) - 1) / 2)
-                label = system + (" (default)" if system == default else "") + _overflowing(at(rows, system=system))
+                label = system + (" (default)" if system == default else "") + overflowing
                 handles[label] = _curve(panel, [places[row["n_tools"]] + shift for row in cells],
                                         [_in_percent(row["accuracy"]) for row in cells], {**styles[system]})
         said = [(places[int(n)], 100 * share) for n, share in claims["accuracy"].items() if int(n) in places]

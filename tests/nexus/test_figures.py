@@ -6,6 +6,7 @@ import json
 
 import pytest
 import repair_artifacts
+import routing_artifacts
 from experiments import figures as experiment
 from nexus import figures
 from nexus.config import ROOT, compose, validate
@@ -244,3 +245,78 @@ def test_the_experiment_draws_all_or_nothing(tmp_path):
     with pytest.raises(MissingArtifact, match="dkl_sweep.json is missing.*experiments.dkl_sweep .*profile=quick"):
         experiment.run(cfg, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def figure5(**choices):
+    return figures.figure5(routing_artifacts.accuracy(**choices), PUBLISHED)
+
+
+def test_figure_5_has_the_same_bytes_twice_and_leaves_the_artifact_alone(tmp_path):
+    made = routing_artifacts.accuracy(level=0.9)
+    before = copy.deepcopy(made)
+    first, second = (figures.save(figures.figure5(made, PUBLISHED), tmp_path / folder / "figure5") for folder in "ab")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second] and made == before
+    made["rows"][0]["accuracy"]["value"] -= 0.05
+    assert figures.save(figures.figure5(made, PUBLISHED), tmp_path / "c" / "figure5")[0].read_bytes() != (
+        first[0].read_bytes())
+    text = first[0].read_text()
+    assert "100 queries, each asked at every size, 90 % Wilson intervals" in text and "with synthetic" in text
+
+
+def test_figure_5_names_every_system_the_default_and_what_overflows():
+    told = legend_of(figure5())
+    assert told == ["slb", "slb-no-name", "bm25", "hybrid", "slb+gate", "hybrid+gate (default)",
+                    "concat_all (overflow at 100, 250)", "rag_mcp",
+                    "published (slb+gate; other model, queries and tools)"]
+
+
+def test_figure_5_draws_every_size_and_no_point_where_schemas_overflow():
+    figure = figure5()
+    panel, = figure.axes
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["10", "50", "100", "250"]
+    drawn = dict(zip(legend_of(figure), panel.containers))
+    default, _, (bars,) = drawn["hybrid+gate (default)"]
+    assert list(default.get_ydata()) == pytest.approx([96, 95, 95, 94])
+    assert len(bars.get_segments()) == 4
+    low, high = bars.get_segments()[-1][:, 1]
+    assert (low, high) == (pytest.approx(87.5, abs=0.1), pytest.approx(97.2, abs=0.1))
+    baseline, _, _ = drawn["concat_all (overflow at 100, 250)"]
+    assert list(baseline.get_ydata()) == pytest.approx([97, 97])
+    assert [round(x) for x in baseline.get_xdata()] == [0, 1]
+
+
+def test_figure_5_sets_equal_curves_apart_and_tells_them_apart_without_colour():
+    same = dict.fromkeys(routing_artifacts.ROUTED, (0.9, 0.9))
+    panel, = figure5(systems=same).axes
+    lines = [container[0] for container in panel.containers]
+    assert len({line.get_xdata()[0] for line in lines}) == len(lines) == len(same)
+    assert len({(line.get_marker(), str(line.get_linestyle())) for line in lines}) == len(lines)
+    assert all(abs(line.get_xdata()[i] - i) < 0.5 for line in lines for i in range(4)), "nearest to its own size"
+
+
+def test_figure_5_marks_the_published_shares_at_the_sizes_that_were_measured():
+    for sizes, shares in (((10, 50, 100, 250), [92, 90, 89, 89]), ((10, 50, 313), [92, 90])):
+        panel, = figure5(sizes=sizes).axes
+        said, = (line for line in panel.lines if line.get_marker() == "_" and line.get_markersize() == 22)
+        assert list(said.get_ydata()) == pytest.approx(shares)
+    assert "published" not in "".join(legend_of(figure5(sizes=(313,))))
+
+
+def test_figure_5_tells_of_a_system_that_overflows_everywhere():
+    told = legend_of(figure5(sizes=(100, 250)))
+    assert "concat_all (overflow at 100, 250)" in told and len(told) == 9
+
+
+def test_figure_5_of_one_row_and_of_nothing_measured_is_drawn(tmp_path):
+    made = routing_artifacts.accuracy(sizes=(10,))
+    made["rows"] = made["rows"][:1]
+    assert len(figures.save(figures.figure5(made, PUBLISHED), tmp_path / "one")) == 2
+    made["rows"][0]["accuracy"] = None
+    assert "0 queries" in figures.save(figures.figure5(made, PUBLISHED), tmp_path / "none")[0].read_text()
+
+
+def test_every_interval_of_figure_5_lies_inside_the_axes():
+    panel, = figure5(systems={"slb": (1.0, 0.0)}).axes
+    low, high = panel.get_ylim()
+    segments = [segment for *_, (bars,) in panel.containers for segment in bars.get_segments()]
+    assert len(segments) == 4 and all(low <= bottom[1] <= top[1] <= high for bottom, top in segments)

@@ -229,3 +229,58 @@ def test_same_bytes_whatever_the_number_of_threads():
     assert len(outputs) == 1
     rows = json.loads(outputs.pop())
     assert all(type(row["ci_low"]) is float and row["ci_low"] < row["value"] < row["ci_high"] for row in rows)
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.001, 1), (0.2, 2), (0.21, 3), (0.5, 5), (0.99, 10), (1, 10)])
+def test_a_quantile_is_the_sample_that_this_share_does_not_exceed(share, value):
+    samples = [3, 10, 1, 7, 2, 9, 4, 8, 6, 5]
+    estimate = stats.quantile(samples, share, 0)
+    assert estimate.value == value and estimate.n == 10
+    assert sum(sample < value for sample in samples) < share * 10 <= sum(sample <= value for sample in samples)
+
+
+@SLOW
+@given(samples=SAMPLES, share=st.floats(0.01, 1), seed=st.integers(0, 2**32), order=st.randoms(use_true_random=False))
+def test_quantile_properties(samples, share, seed, order):
+    wide = stats.quantile(samples, share, seed)
+    assert wide.value in samples
+    if wide.ci_low is not None:
+        assert min(samples) <= wide.ci_low <= wide.value <= wide.ci_high <= max(samples)
+        assert wide.method == "percentile-bootstrap"
+    shuffled = list(samples)
+    order.shuffle(shuffled)
+    assert stats.quantile(shuffled, share, seed) == wide
+
+
+def test_a_quantiles_interval_covers_at_its_level():
+    rng = np.random.default_rng(3)
+    # The 20th percentile of a uniform sample is 0.2.
+    hits = sum(interval.ci_low <= 0.2 <= interval.ci_high for interval in (
+        stats.quantile(rng.uniform(size=60), 0.2, seed) for seed in range(60)))
+    # Binomial(60, 0.93): outside of 50…60 with probability below 1 %.
+    assert hits >= 50
+    samples = rng.uniform(size=60)
+    narrow, wide = (stats.quantile(samples, 0.2, 0, level) for level in (0.5, 0.95))
+    assert wide.ci_low < narrow.ci_low <= narrow.value == wide.value <= narrow.ci_high < wide.ci_high
+    assert (narrow.level, wide.level) == (0.5, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("samples", "value", "method"),
+    [([], None, "no-samples"), ([3.5], 3.5, "single-sample"), ([0.1] * 7, 0.1, "identical-samples"),
+     ([0.0] * 40 + [1.0], 0.0, "degenerate-bootstrap")],
+)
+def test_no_interval_of_a_quantile_is_claimed_without_spread(samples, value, method):
+    result = stats.quantile(samples, 0.2, 0)
+    assert (result.value, result.ci_low, result.ci_high, result.method) == (value, None, None, method)
+
+
+@pytest.mark.parametrize("share", [0, -0.2, 1.01, 20, math.nan])
+def test_a_quantile_is_asked_for_by_a_share(share):
+    with pytest.raises(ValueError, match="share=.*above 0, up to 1"):
+        stats.quantile([1.0, 2.0], share, 0)
+
+
+def test_samples_of_a_quantile_are_finite():
+    with pytest.raises(ValueError, match=r"samples\[1\] is nan"):
+        stats.quantile([1.0, math.nan], 0.5, 0)
