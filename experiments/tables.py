@@ -20,8 +20,9 @@ def run(cfg: Config, out: Path) -> Path:
         "frontier": tables.frontier(tables.stored(cfg, out, "repair_frontier")),
         "repair_policy": tables.repair_policy(tables.stored(cfg, out, "calibrated_repair")),
         "layouts": tables.layouts(tables.stored(cfg, out, "layouts")),
-        "table4": routing_tables.table4(*(tables.stored(cfg, out, name) for name in
-                                          ("routing_accuracy_n250", "calibration", "slb_latency")), published),
+        "table4": routing_tables.table4(
+            tables.stored(cfg, out, "routing_accuracy_n250"), tables.stored(cfg, out, "calibration"),
+            tables.stored(cfg, out, "slb_latency"), published),
         "generalisation": routing_tables.generalisation(tables.stored(cfg, out, "routing_generalisation")),
         "scan": routing_tables.scan(tables.stored(cfg, out, "slb_latency")),
     }

@@ -34,6 +34,8 @@ NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",), "cal
          "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING, "collect_registry": ("registry",)}
 # Of the workload, these are read by routing alone.
 ROUTING_TEXTS = ("path", "routing")
+# What most experiments read and these do not.
+UNREAD = {"slb_latency": ("workload", "runtime"), "calibration": ("runtime",), "routing_generalisation": ("runtime",)}
 
 
 class ConfigError(ValueError):
@@ -404,12 +406,21 @@ class Config(_Section):
         Left out are the sections of other experiments, how the weights got here and how the harness runs.
         """
         others = set(EXPERIMENTS) - {experiment, *NEEDS.get(experiment, ())}
-        data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED))
+        data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED) | set(UNREAD.get(experiment, ())))
         data["model"] = {key: value for key, value in data["model"].items() if key not in MODEL_NOT_HASHED}
-        if ROUTING != NEEDS.get(experiment):
-            for text in ROUTING_TEXTS:
-                del data["workload"][text]
+        if "workload" in data:
+            routed = NEEDS.get(experiment) == ROUTING
+            data["workload"] = {key: value for key, value in data["workload"].items()
+                                if key == "system_prompt" or (key in ROUTING_TEXTS) == routed}
         return data
+
+    def texts(self, experiment: str) -> list[str]:
+        """The files of the workload that the experiment reads, relative to the repository or absolute."""
+        if "workload" in UNREAD.get(experiment, ()):
+            return []
+        if NEEDS.get(experiment) == ROUTING:
+            return list(self.workload.routing.model_dump().values())
+        return list(self.workload.model_dump(exclude={"system_prompt", *ROUTING_TEXTS}).values())
 
     def sha256(self, experiment: str) -> str:
         """SHA-256 (64 hex digits) of `resolved(experiment)`: the artifact's `config_sha256`."""

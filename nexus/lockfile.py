@@ -25,6 +25,8 @@ class Stage:
     deps: tuple[str, ...]
     params: Mapping[str, Any]
     outs: tuple[str, ...]
+    cached: frozenset[str]
+    """The outs that DVC keeps in its cache instead of git: a clean clone has to make them."""
 
 
 def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
@@ -53,6 +55,7 @@ def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
             deps=paths(definition, "deps"),
             params={key: lookup(key) for key in definition.get("params", [])},
             outs=paths(definition, "outs", "metrics", "plots"),
+            cached=frozenset(fill(item) for item in definition.get("outs", []) if isinstance(item, str)),
         )
         for name, definition in _load(root / PIPELINE)["stages"].items()
     ]
@@ -74,8 +77,9 @@ def verify(root: Path = ROOT) -> list[str]:
         expected = {} if cfg is None else {stage.name: stage for stage in stages(cfg, root)}
         if run == default:
             problems += [f"{name}: not in {LOCK}; it was never run" for name in expected if name not in mine]
+        cached = frozenset().union(*(stage.cached for stage in expected.values()))
         for name, entry in mine.items():
-            problems += [f"{name}: {problem}" for problem in _changed_files(entry, root)]
+            problems += [f"{name}: {problem}" for problem in _changed_files(entry, root, cached)]
             if name in expected:
                 problems += [f"{name}: {problem}" for problem in _changed_definition(entry, expected[name])]
             elif expected:
@@ -124,12 +128,14 @@ def _config_of(run: str) -> Config | None:
         return None
 
 
-def _changed_files(entry: Mapping[str, Any], root: Path) -> list[str]:
+def _changed_files(entry: Mapping[str, Any], root: Path, cached: frozenset[str]) -> list[str]:
     problems = []
     for kind, word in (("deps", "input"), ("outs", "result")):
         for file in entry.get(kind, []):
             path = root / file["path"]
             if not path.is_file():
+                if file["path"] in cached:
+                    continue
                 problems.append(f"{word} {file['path']} is missing")
                 continue
             with path.open("rb") as content:

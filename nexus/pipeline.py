@@ -27,8 +27,7 @@ from omegaconf import DictConfig
 from nexus import artifact, provenance
 from nexus.canonical import write_atomically
 from nexus.cells import Cell, CellStore, Samples, run_cells
-from nexus.config import (CONF, NEEDS, ROOT, ROUTING, ROUTING_TEXTS, Config, ConfigError, as_config_error, from_hydra,
-                          load_params)
+from nexus.config import CONF, ROOT, Config, ConfigError, as_config_error, from_hydra, load_params
 from nexus.locks import exclusive
 from nexus.progress import progress
 from nexus.sources import code_sha256, sampling_sha256
@@ -130,7 +129,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
         inputs = {
             "config": cfg.sha256(name),
             "code": code_sha256(f"experiments.{name}"),
-            "texts": _texts(name, cfg),
+            "texts": [_file_sha256(ROOT / path) for path in cfg.texts(name)],
             "llama_cpp": provenance.version("llama-cpp-python"),
             "cpu": provenance.cpu_model(),
             "models": _models(name, cfg),
@@ -154,7 +153,7 @@ def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
         "experiment": name,
         "config": cfg.resolved(name),
         "model_sha256": model_sha256,
-        "texts": _texts(name, cfg),
+        "texts": [_file_sha256(ROOT / path) for path in cfg.texts(name)],
         # Another build computes other bits.
         "llama_cpp": provenance.version("llama-cpp-python"),
         "code": sampling_sha256(f"experiments.{name}"),
@@ -244,14 +243,6 @@ def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
         return json.loads(record.read_text(encoding="utf-8")) == {**inputs, "artifact": _file_sha256(path)}
     except (FileNotFoundError, ValueError):
         return False
-
-
-def _texts(name: str, cfg: Config) -> list[str]:
-    """Hashes of the files that the experiment reads; without the registry, which is an output of the pipeline."""
-    texts = cfg.workload
-    paths = (texts.routing.model_dump().values() if NEEDS.get(name) == ROUTING
-             else texts.model_dump(exclude={"system_prompt", *ROUTING_TEXTS}).values())
-    return [_file_sha256(ROOT / path) for path in paths]
 
 
 def _models(name: str, cfg: Config) -> list[str]:

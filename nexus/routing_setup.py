@@ -21,6 +21,8 @@ from nexus.tool_document import description_text, document_text
 
 # The ablation: descriptions are embedded without the tools' names.
 NO_NAME = "slb-no-name"
+# Length of a pair that the cross-encoder was trained with, in tokens.
+PAIR_TOKENS = 128
 # Routers that are kept: a registry in blocks of ten has some thirty.
 KEPT = 64
 
@@ -59,7 +61,7 @@ class RoutingSetup:
         """Opened, and converted if need be, when a gate first needs it."""
         weights = ensure_cross_encoder(_base(), ROOT / self.cfg.routing.cross_encoder)
         self.hashes["cross_encoder"] = weights.sha256
-        return CrossEncoder(weights.path, n_threads=self.cfg.routing.n_threads)
+        return CrossEncoder(weights.path, self.cfg.routing.n_threads, PAIR_TOKENS)
 
     def router(self, system: str, tools: Sequence[Tool], tau: float | None = None,
                abstain_below: float | None = None) -> Router:

@@ -42,7 +42,8 @@ def test_params_yaml_is_the_composition():
 def test_every_experiment_is_a_stage_and_every_measuring_stage_has_its_form():
     files = [path for path in (ROOT / "experiments").glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")]
     assert {path.stem for path in files} == set(EXPERIMENTS)
-    assert set(EXPERIMENTS) - set(MEASURING) == {"figures", "tables"} and set(MEASURING) < set(EXPERIMENTS)
+    assert set(EXPERIMENTS) - set(MEASURING) == {"figures", "tables", "registry"}
+    assert set(MEASURING) < set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -53,10 +54,10 @@ def test_stage_depends_on_every_source_file_that_it_uses(name: str):
 
 
 @pytest.mark.parametrize("name", MEASURING)
-def test_measuring_stage_depends_on_all_texts_of_the_workload_and_writes_artifact_samples_and_metrics(name: str):
+def test_measuring_stage_depends_on_the_texts_that_it_reads_and_writes_artifact_samples_and_metrics(name: str):
     cfg = validate(compose())
     stage = stage_of(cfg, name)
-    assert set(cfg.workload.model_dump(exclude={"system_prompt"}).values()) <= set(stage.deps)
+    assert {path for path in stage.deps if path.endswith(".jsonl")} <= set(cfg.texts(name)) <= set(stage.deps)
     files = (f"{name}.json", f"{name}.samples.jsonl", f"metrics/{name}.json")
     assert set(stage.outs) == {f"{cfg.results_folder}/{cfg.run_name}/{file}" for file in files}
 
@@ -67,8 +68,11 @@ def test_stage_depends_on_the_artifacts_that_it_reads_and_on_no_other(name: str)
     folder = f"{cfg.results_folder}/{cfg.run_name}/"
     source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
     read = {f"{folder}{found}.json" for found in re.findall(r'stored\(cfg, out, "(\w+)"\)', source)}
+    # These read the listing, and thresholds through `routing_setup.thresholds_of`.
+    routed = {"calibration": ("registry",), "routing_accuracy_n250": ("registry", "calibration"),
+              "routing_generalisation": ("registry", "calibration")}.get(name, ())
     deps = set(stage_of(cfg, name).deps)
-    assert {path for path in deps if path.startswith(folder)} == read
+    assert {path for path in deps if path.startswith(folder)} == read | {f"{folder}{found}.json" for found in routed}
     assert bool(read) == (name in ("figures", "tables"))
     assert ("results/published.json" in deps) == (name in ("figures", "tables"))
 
@@ -86,14 +90,20 @@ def test_stage_depends_on_every_parameter_that_its_results_state(name: str):
     for key, value in cfg.resolved(name).items():
         if key == "model":
             assert {f"model.{part}" for part in value} <= stage.params.keys()
+        elif key == "workload":
+            # The files are dependencies; where they lie is not what was measured.
+            assert stage.params["workload.system_prompt"] == value["system_prompt"]
         else:
             assert stage.params[key] == value
 
 
-def test_no_output_is_cached_or_outside_the_runs_folder():
+def test_no_output_but_the_listing_is_cached_and_none_is_outside_the_runs_folder():
+    listing = "${results_folder}/${item.run}/registry.json"
     for definition in YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"].values():
         for kind in ("outs", "metrics", "plots"):
             for item in definition.get(kind, []):
+                if item == listing:
+                    continue
                 ((path, options),) = item.items()
                 assert path.startswith("${results_folder}/${item.run}/")
                 assert options == {"cache": False}
@@ -136,7 +146,9 @@ def test_first_run_in_a_clean_clone_is_real_although_dvc_has_nothing_to_do(measu
     measured.commit()
     clone = Copy(tmp_path / "clone")
     measured.git("clone", "--quiet", str(measured.path), str(clone.path))
-    assert clone.python("dvc", "status").stdout.strip() == "Data and pipelines are up to date."
+    # The listing is other people's text: a clone has to collect it, and misses nothing else.
+    status = clone.python("dvc", "status").stdout
+    assert re.findall(r"(\w+):\s+(\S+)$", status, re.M) == [("deleted", f"results/{QWEN}/registry.json")], status
     assert clone.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
     assert clone.python("nexus", "repro").returncode == 0
     assert sorted(names(clone.calls())) == sorted(EXPERIMENTS)
