@@ -1,4 +1,5 @@
-"""all-MiniLM-L6-v2 and models of its form as GGUF, for llama.cpp: an embedder, or with an adapter a cross-encoder.
+"""all-MiniLM-L6-v2 and models of its form as GGUF, for llama.cpp: an embedder, or with an adapter a tuned one or a
+cross-encoder.
 
 llama.cpp's architecture "bert" is the original BERT encoder: learned positions, post-layer norms, GELU. It adds the
 type-0 row to every token, so both texts of a pair are of type 0. Matrices are stored as F16 and the rest as F32. The
@@ -52,12 +53,12 @@ def convert(model_folder: str | os.PathLike, out: Path, adapter: Path | None = N
     """`out`, written whole or not at all: the model in `model_folder` as GGUF.
 
     model_folder   config.json, model.safetensors and vocab.txt as published (Hugging Face names)
-    adapter        safetensors of a cross-encoder trained on these weights: for a linear L, `L.lora_A` [r, in] and
-                   `L.lora_B` [out, r], merged as W + scale · B A in float32; `pooler.dense` and `classifier` with
-                   .weight and .bias. Its metadata hold `scale` and the `base_sha256` of model.safetensors.
+    adapter        safetensors trained on these weights: for a linear L, `L.lora_A` [r, in] and `L.lora_B` [out, r],
+                   merged as W + scale · B A in float32; of a cross-encoder also its head, `pooler.dense` and
+                   `classifier` with .weight and .bias. Metadata: `scale`, the `base_sha256` of model.safetensors.
 
-    Without an adapter the result is an embedder with mean pooling, with one a cross-encoder with rank pooling, whose
-    score is classifier(tanh(pooler(h₀))) of the first token's last state h₀. Raises ConversionError.
+    The result is an embedder with mean pooling; with an adapter that has a head it is a cross-encoder with rank
+    pooling, whose score is classifier(tanh(pooler(h₀))) of the first token's last state h₀. Raises ConversionError.
     """
     folder = Path(model_folder)
     missing = [name for name in SOURCE_FILES if not (folder / name).is_file()]
@@ -73,16 +74,17 @@ def convert(model_folder: str | os.PathLike, out: Path, adapter: Path | None = N
         # llama.cpp would end the process.
         raise ConversionError(f"{folder / 'vocab.txt'} has a token twice; fetch it again")
     tensors = _read(folder / "model.safetensors")[0]
+    head = False
     if adapter is not None:
-        tensors = _merged(tensors, Path(adapter), folder / "model.safetensors")
-    named = list(_named(tensors, config["num_hidden_layers"], head=adapter is not None))
+        tensors, head = _merged(tensors, Path(adapter), folder / "model.safetensors")
+    named = list(_named(tensors, config["num_hidden_layers"], head))
     _check_shapes(named, config, folder)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     writer = gguf.GGUFWriter(partial, "bert")
     try:
-        _describe(writer, config, tokens, "cross-encoder" if adapter else "embedder")
+        _describe(writer, config, tokens, "cross-encoder" if head else "embedder")
         for name, array in named:
             writer.add_tensor(name, array)
         writer.write_header_to_file()
@@ -123,8 +125,8 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise ConversionError(f"{path} is not a readable safetensors file ({error}); fetch it again") from None
 
 
-def _merged(tensors: dict[str, np.ndarray], adapter: Path, base: Path) -> dict[str, np.ndarray]:
-    """The model's tensors with the adapter's low-rank updates added and its head put in."""
+def _merged(tensors: dict[str, np.ndarray], adapter: Path, base: Path) -> tuple[dict[str, np.ndarray], bool]:
+    """The model's tensors with the adapter's low-rank updates added and its head put in; whether it has a head."""
     updates, metadata = _read(adapter)
     with base.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -166,9 +168,13 @@ def _merged(tensors: dict[str, np.ndarray], adapter: Path, base: Path) -> dict[s
             raise ConversionError(f"{adapter}: {name} is neither a low-rank update nor part of the head "
                                   f"({', '.join(HEAD_NAMES)}); leave it out")
     absent = [f"{part}.{kind}" for part in HEAD_NAMES for kind in ("weight", "bias") if f"{part}.{kind}" not in updates]
-    if absent:
+    # The base may bring a pooler of its own, which an embedder does not use: only the adapter's counts.
+    head = len(absent) < 2 * len(HEAD_NAMES)
+    if head and absent:
         raise ConversionError(f"{adapter} has no {', '.join(absent)}; a cross-encoder needs its head")
-    return merged
+    if not updates:
+        raise ConversionError(f"{adapter} holds no tensors; train again")
+    return merged, head
 
 
 def _named(tensors: dict[str, np.ndarray], n_layers: int, head: bool) -> Iterator[tuple[str, np.ndarray]]:

@@ -84,6 +84,38 @@ def test_an_adapter_is_merged(model: Path, tmp_path: Path):
     assert again.read_bytes() == (tmp_path / "merged.gguf").read_bytes()
 
 
+def test_an_adapter_without_a_head_gives_a_tuned_embedder(tmp_path: Path):
+    model = toy_model(tmp_path / "model")
+    # As the published base, this one has a pooler, which an embedder does not use.
+    rewrite(model, "model.safetensors", lambda t: t.update({"pooler.dense.weight": np.ones((32, 32), np.float32),
+                                                            "pooler.dense.bias": np.ones(32, np.float32)}))
+    adapter = toy_adapter(tmp_path / "adapter.safetensors", model)
+    whole, _ = read(convert(model, tmp_path / "cross.gguf", adapter))
+    keep_only(adapter, "lora_")
+    plain, plain_facts = read(convert(model, tmp_path / "plain.gguf"))
+    tuned, facts = read(convert(model, tmp_path / "tuned.gguf", adapter))
+    assert facts["bert.pooling_type"] == 1 and facts["general.name"] == "toy embedder"
+    assert set(facts) == set(plain_facts) and set(tuned) == set(plain)
+    changed = {name for name in plain if not np.array_equal(plain[name], tuned[name])}
+    assert changed == {"blk.0.attn_q.weight", "blk.1.attn_v.weight"}
+    for name in tuned:
+        np.testing.assert_array_equal(tuned[name], whole[name], err_msg=name)
+
+
+def test_an_empty_adapter_is_refused(model: Path, tmp_path: Path):
+    adapter = toy_adapter(tmp_path / "adapter.safetensors", model)
+    keep_only(adapter, "nothing")
+    with pytest.raises(ConversionError, match="adapter.safetensors holds no tensors; train again"):
+        convert(model, tmp_path / "out.gguf", adapter)
+
+
+def keep_only(adapter: Path, part: str) -> None:
+    """Drops the tensors of an adapter that do not have `part` in their name."""
+    with safe_open(adapter, "numpy") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    save_file({name: array for name, array in tensors.items() if part in name}, adapter, metadata)
+
+
 @pytest.mark.parametrize("change, message", [
     (lambda t: t.pop("classifier.bias"), "no classifier.bias; a cross-encoder needs its head"),
     (lambda t: t.pop("encoder.layer.0.attention.self.query.lora_B"), "query.lora_A .* do not fit"),
