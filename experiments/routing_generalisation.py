@@ -59,9 +59,11 @@ class Bench(RoutingBench):
 def summarise(cfg: Config, samples: list[dict], n_tools: int) -> list[dict]:
     """One row per set and system; differences from plain rank fusion are on the same queries."""
     seed, level = cfg.seed, cfg.statistics.level
-    groups = grouped(samples, "set", "system")
+    # In the order of the queries: pairs are made by place.
+    groups = grouped(sorted(samples, key=lambda sample: sample["case"]), "set", "system")
     rows = []
-    for (name, system), group in groups.items():
+    for name, system in grouped(samples, "set", "system"):
+        group = groups[name, system]
         first = [s["rank"] == 1 for s in group]
         row = {"set": name, "system": system, "n_tools": n_tools,
                "choice_ms": stats.median([s["choice_ms"] for s in group], seed, level)}
