@@ -18,8 +18,9 @@ from nexus.registry import Tool
 from nexus.runtime import Model, Runtime
 
 CALL_BODY = '{"name": "'
-# What the model's own template writes before a call, by a mark that the template holds.
-CALL_OPENINGS = {"<tool_call>": "<tool_call>\n", "[TOOL_CALLS]": "[TOOL_CALLS]["}
+CALL_EXAMPLE = '{"name": <function-name>, "arguments": <args-json-object>}'
+# What the model's own template writes before and behind a call, by a mark that the template holds.
+CALL_MARKS = {"<tool_call>": ("<tool_call>\n", "\n</tool_call>"), "[TOOL_CALLS]": ("[TOOL_CALLS][", "]")}
 
 
 class InContextError(ValueError):
@@ -80,25 +81,40 @@ def call_opening(model: Model) -> str:
 
     The family's mark of a call where the file's chat template has one, else a bare JSON object.
     """
+    return _call_marks(model)[0] + CALL_BODY
+
+
+def call_instruction(model: Model) -> str:
+    """What tells the model how a call is written, in the form that `call_opening` begins.
+
+    Without it a small model may take "name" for an argument of the tool, and rank words of the query first.
+    """
+    before, behind = _call_marks(model)
+    return f"To call a tool, answer with a JSON object with its name and arguments:\n{before}{CALL_EXAMPLE}{behind}"
+
+
+def _call_marks(model: Model) -> tuple[str, str]:
     template = model.native.chat_template()
     template = template if isinstance(template, str) else bytes(template).decode("utf-8", "replace")
-    mark = next((mark for mark in CALL_OPENINGS if mark in template), None)
-    return CALL_OPENINGS.get(mark, "") + CALL_BODY
+    return next((around for mark, around in CALL_MARKS.items() if mark in template), ("", ""))
 
 
 class InContextChooser:
     """Lets the model pick a tool by name from all offered schemas.
 
-    The prompt is the system prompt, one message per tool, the user's query, the assistant's header and `call_opening`.
-    System prompt and tools stay in sequence `prefix_seq` while consecutive queries offer the same tools in the same
-    order; each query continues a copy of it in `work_seq`, which is empty again afterwards, also after an error. Other
-    tools replace what follows the system prompt. Both sequences belong to the chooser until `forget`, which empties
-    them; leaving a `with` block does the same.
+    The prompt is the system prompt with `instruction` below it, one message per tool, the user's query, the assistant's
+    header and `call_opening`. System prompt and tools stay in sequence `prefix_seq` while consecutive queries offer the
+    same tools in the same order; each query continues a copy of it in `work_seq`, which is empty again afterwards, also
+    after an error. Other tools replace what follows the system prompt (all of it in models with a sliding window). Both
+    sequences belong to the chooser until `forget`, which empties them; leaving a `with` block does the same.
     """
 
-    def __init__(self, runtime: Runtime, system_prompt: str, *, window: int | None = None, prefix_seq: int = 0,
-                 work_seq: int = 1, vocabulary: Vocabulary | None = None):
-        """`window`: most tokens of prompt and name; None takes the smaller of n_ctx and the model's n_ctx_train.
+    def __init__(self, runtime: Runtime, system_prompt: str, *, instruction: str | None = None,
+                 window: int | None = None, prefix_seq: int = 0, work_seq: int = 1,
+                 vocabulary: Vocabulary | None = None):
+        """`instruction`: how a call is written; None takes `call_instruction`, "" adds nothing to the system prompt.
+
+        `window`: most tokens of prompt and name; None takes the smaller of n_ctx and the model's n_ctx_train.
 
         `vocabulary` saves sorting it again. Raises InContextError for a runtime or sequences that cannot be used.
         """
@@ -116,7 +132,8 @@ class InContextChooser:
         self.window = window or min(options.n_ctx, self.model.n_ctx_train)
         self._prefix_seq, self._work_seq = prefix_seq, work_seq
         self.vocabulary = vocabulary or Vocabulary.of(self.model)
-        self._system = system_tokens(self.model, system_prompt)
+        instruction = call_instruction(self.model) if instruction is None else instruction
+        self._system = system_tokens(self.model, "\n\n".join(filter(None, (system_prompt, instruction))))
         self._opening = self.model.tokenize(call_opening(self.model))
         self._offer: _Offer | None = None
         self._resident = self._system[:0]
@@ -176,7 +193,8 @@ class InContextChooser:
             self.forget()
         if np.array_equal(self._resident, prefix):
             return len(prefix)
-        kept = n_system if len(self._resident) else 0
+        # With a sliding window, cells of the system prompt may have been given away behind a longer prefix.
+        kept = n_system if len(self._resident) and self.model.n_swa == 0 else 0
         self._resident = self._system[:0]
         try:
             runtime.seq_rm(seq, kept, -1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nexus.config import ROOT
-from nexus.in_context import InContextChooser, InContextError, call_opening, labels
+from nexus.in_context import InContextChooser, InContextError, call_instruction, call_opening, labels
 from nexus.name_automaton import AutomatonError, Vocabulary
 from nexus.prompt import block_tokens, query_tokens, system_tokens
 from nexus.registry import Tool, load_registry
@@ -55,14 +55,17 @@ class Template:
         return self.text
 
 
-@pytest.mark.parametrize("template, opening", [
-    ("{% if tools %}<tool_call>\n{% endif %}<|im_start|>", '<tool_call>\n{"name": "'),
-    ("[INST]{% if tools %}[TOOL_CALLS]{% endif %}", '[TOOL_CALLS][{"name": "'),
-    (b"<|im_start|>", '{"name": "'),
-    ("", '{"name": "'),
+@pytest.mark.parametrize("template, opening, closing", [
+    ("{% if tools %}<tool_call>\n{% endif %}<|im_start|>", '<tool_call>\n{"name": "', "}\n</tool_call>"),
+    ("[INST]{% if tools %}[TOOL_CALLS]{% endif %}", '[TOOL_CALLS][{"name": "', "}]"),
+    (b"<|im_start|>", '{"name": "', "object>}"),
+    ("", '{"name": "', "object>}"),
 ])
-def test_a_call_opens_as_the_models_own_template_writes_it(template, opening):
-    assert call_opening(Template(template)) == opening
+def test_a_call_is_written_and_told_as_the_models_own_template_writes_it(template, opening, closing):
+    model = Template(template)
+    assert call_opening(model) == opening
+    told = call_instruction(model)
+    assert opening[:-1] + "<function-name>" in told and told.endswith(closing)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,10 @@ def logits(runtime, monkeypatch):
     return found
 
 
+def system_part(model):
+    return system_tokens(model, f"{SYSTEM}\n\n{call_instruction(model)}")
+
+
 def held(runtime):
     return [runtime.pos_max(seq) + 1 for seq in range(OPTIONS.n_seq_max)]
 
@@ -108,7 +115,7 @@ def test_the_prompt_is_system_tools_query_and_opening_and_the_answer_is_the_best
     opening = smollm2.tokenize(call_opening(smollm2))
     blocks = [block_tokens(smollm2, each) for each in TOOLS]
     for query in QUERIES[:2]:
-        prompt = np.concatenate([system_tokens(smollm2, SYSTEM), *blocks, query_tokens(smollm2, query), opening])
+        prompt = np.concatenate([system_part(smollm2), *blocks, query_tokens(smollm2, query), opening])
         choice = chooser.choose(TOOLS, query)
         assert choice.status == "ok" and choice.tool in TOOLS and choice.names_considered == 3
         assert choice.prompt_tokens == chooser.prompt_tokens(TOOLS, query) == len(prompt)
@@ -158,7 +165,7 @@ def test_other_tools_replace_those_before_them_and_give_the_same_bits_as_alone(s
     logits.clear()
     after = chooser.choose(TOOLS[1:], QUERIES[2])
     after_logits = list(logits)
-    assert after.resident_tokens == len(system_tokens(smollm2, SYSTEM))
+    assert after.resident_tokens == len(system_part(smollm2))
     chooser.forget()
     runtime.clear()
     logits.clear()
@@ -166,6 +173,20 @@ def test_other_tools_replace_those_before_them_and_give_the_same_bits_as_alone(s
     assert alone.resident_tokens == 0 and alone.tool == after.tool and len(logits) == len(after_logits)
     for ours, theirs in zip(after_logits, logits):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.integration
+def test_with_a_sliding_window_other_tools_begin_anew(smollm2, chooser, monkeypatch):
+    monkeypatch.setattr(smollm2, "n_swa", 4096)
+    assert [chooser.choose(tools, QUERIES[0]).resident_tokens for tools in (TOOLS[:1], TOOLS[1:2])] == [0, 0]
+    assert chooser.choose(TOOLS[1:2], QUERIES[1]).resident_tokens > 0
+
+
+@pytest.mark.integration
+def test_an_empty_instruction_leaves_the_system_prompt_as_it_is(smollm2, runtime, vocabulary, chooser):
+    plain = InContextChooser(runtime, SYSTEM, instruction="", vocabulary=vocabulary)
+    assert chooser.prompt_tokens(TOOLS, QUERIES[0]) - plain.prompt_tokens(TOOLS, QUERIES[0]) \
+        == len(system_part(smollm2)) - len(system_tokens(smollm2, SYSTEM)) > 0
 
 
 @pytest.mark.integration
@@ -195,8 +216,8 @@ def test_overflow_is_told_with_its_token_count_and_nothing_is_decoded(smollm2, r
     many = load_registry(ROOT / "experiments" / "data" / "github_style_tools.json").tools
     choice = chooser.choose(many, QUERIES[0])
     assert (choice.status, choice.tool, choice.ttft_ms, choice.decoded_tokens) == ("overflow", None, None, 0)
-    expected = sum(len(block_tokens(smollm2, each)) for each in many) + len(system_tokens(smollm2, SYSTEM)) \
-        + len(query_tokens(smollm2, QUERIES[0])) + len(smollm2.tokenize(call_opening(smollm2)))
+    expected = sum(map(len, (system_part(smollm2), *(block_tokens(smollm2, each) for each in many),
+                             query_tokens(smollm2, QUERIES[0]), smollm2.tokenize(call_opening(smollm2)))))
     assert choice.prompt_tokens == expected > N_CTX and choice.names_considered == len(many)
     assert logits == [] and held(runtime) == [0, 0, 0, 0]
 
@@ -242,7 +263,7 @@ def test_a_failed_decode_leaves_no_copy_behind_and_the_next_choice_is_right(runt
 def test_cells_held_by_another_sequence_are_an_error_that_leaves_nothing(smollm2, vocabulary):
     with Runtime(smollm2, replace(OPTIONS, n_ctx=512)) as crowded:
         crowded.decode(np.arange(100, 484), 0, 2)
-        chooser = InContextChooser(crowded, SYSTEM, vocabulary=vocabulary)
+        chooser = InContextChooser(crowded, SYSTEM, instruction="", vocabulary=vocabulary)
         assert chooser.prompt_tokens(TOOLS, QUERIES[0]) > 128
         with pytest.raises(RuntimeFailure, match="no room"):
             chooser.choose(TOOLS, QUERIES[0])
@@ -260,7 +281,8 @@ def test_a_context_cleared_by_someone_else_is_noticed(runtime, chooser):
 @pytest.mark.integration
 def test_what_cannot_be_used_is_refused_before_anything_is_decoded(smollm2, runtime, vocabulary, chooser):
     for fields, message in (({"prefix_seq": 1}, "both 1; give two sequences"), ({"prefix_seq": -1}, "prefix_seq is -1"),
-                            ({"work_seq": 3}, "work_seq is 3; give 0 … 2"), ({"window": 0}, "window is 0; give 1 … n_ctx"),
+                            ({"work_seq": 3}, "work_seq is 3; give 0 … 2"),
+                            ({"window": 0}, "window is 0; give 1 … n_ctx"),
                             ({"window": N_CTX + 1}, f"window is {N_CTX + 1}")):
         with pytest.raises(InContextError, match=message):
             InContextChooser(runtime, SYSTEM, vocabulary=vocabulary, **fields)

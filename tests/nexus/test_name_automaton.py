@@ -15,7 +15,8 @@ from nexus.weights import verified_file
 
 BYTES = [bytes([byte]) for byte in range(256)]
 PIECES = [*BYTES, b"", b"list", b"list_", b"issue", b"issues", b's"', b'",', b'":', b'issue"', b'issues","',
-          "工具".encode(), "工".encode() + b"\xe5", b"_is", b"\\", b'\\"', b'"arguments', "😀".encode()[:3], "😀".encode()[3:] + b'"']
+          "工具".encode(), "工".encode() + b"\xe5", b"_is", b"\\", b'\\"', b'"arguments',
+          "😀".encode()[:3], "😀".encode()[3:] + b'"']
 VERBS = ("add", "create", "delete", "get", "list", "merge", "search", "update", "fork", "close")
 NOUNS = ("issue", "issues", "issue_comment", "pull_request", "pull_request_review", "branch", "branches", "工作流",
          "repo-secret", "tag🏷️")
