@@ -1,14 +1,16 @@
 """How long the lookaside scan takes, beside other exact INT8 searches, the machine's reading speed and an empty call.
 
-Every contestant gets the same codes and one thread, and answers with the ids and scores of the k best within its time; it
-gets its query in the form that it likes best, made outside. Rounds call all of them in shuffled order, each once untimed
+Every contestant has the same codes and one thread, and answers with ids and scores of the k best within its time; its
+query comes in the form that it likes best, made outside. Rounds call all of them in shuffled order, each once untimed
 (so that each finds its own table as warm as its size allows) and once timed. Ratios pair the times of one round.
 
-Exactness is checked on all queries: the scores must be the k largest integer products, and each id must have its score; of
-our own we also ask for the lowest ids among equals. recall_at_1 compares with float32 search over the unquantised vectors.
+Exactness is checked on all queries: the scores must be the k largest integer products, and each id must have its score;
+of our own we also ask for the lowest ids among equals. recall_at_1 compares with a float32 search over the vectors
+before they were quantised.
 
-Vectors are synthetic unit vectors in clusters, and a query is a row with noise: latency does not depend on them, and recall
-is that of the rounding alone. Rows named `ceiling` read the same table and do nothing with it, `overhead` is an empty call.
+Vectors are synthetic unit vectors in clusters, and a query is a row with noise: latency does not depend on them, and
+recall is that of the rounding alone. Rows named `ceiling` read the same table and do nothing with it, `overhead` is an
+empty call.
 """
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ NAME = "slb_latency"
 KEYS = ("n_vectors", "dim", "impl", "isa")
 QUERIES = 100
 CLUSTER_SIZE, SPREAD, NOISE = 20, 0.7, 0.5
-# The reference is an order slower: enough for its median, not for its tail.
-SCALAR_ROUNDS = 20
+# The reference, and some peers in large tables, are an order slower: enough for a median, not for a tail.
+SCALAR_ROUNDS, SLOW_ROUNDS, LARGE_TABLE = 20, 100, 5_000_000
 # A peer chooses its instruction set itself.
 AUTO = "auto"
 MOST_PASSES = 16
@@ -52,8 +54,8 @@ Answer = tuple[np.ndarray, np.ndarray]
 def best_of(products: np.ndarray, k: int) -> Answer:
     """Ids and products of the k largest, largest first: what a peer without a top-k of its own needs behind its scan.
 
-    The quickest way that numpy has: a pass per hit, each about a hundredth of the scan, or a partition for many hits.
-    Overwrites `products`.
+    The quickest way that numpy has: a pass per hit, which beats a sort from 300 rows and a partition at any size, or a
+    partition for many hits. Overwrites `products`.
     """
     k = min(k, len(products))
     if k > MOST_PASSES:
@@ -71,7 +73,7 @@ def best_of(products: np.ndarray, k: int) -> Answer:
 class NumKong:
     """`dots_packed`, or `cdist` where a trial is faster, into an array that is kept; then numpy's top-k."""
 
-    package = "numkong"
+    package, slow = "numkong", False
 
     def __init__(self, codes: np.ndarray):
         import numkong
@@ -101,7 +103,7 @@ class NumKong:
 class Faiss:
     """`IndexScalarQuantizer` with codes taken as they are, and its own top-k."""
 
-    package = "faiss-cpu"
+    package, slow = "faiss-cpu", False
 
     def __init__(self, codes: np.ndarray):
         import faiss
@@ -123,7 +125,7 @@ class Faiss:
 class Usearch:
     """`search(exact=True, threads=1)`; its distance is 1 - product."""
 
-    package = "usearch"
+    package, slow = "usearch", True
 
     def __init__(self, codes: np.ndarray):
         from usearch.index import MetricKind, search
@@ -142,7 +144,7 @@ class Usearch:
 class Numpy:
     """A float32 product of the codes, which BLAS computes exactly while sums stay below 2^24; then a top-k."""
 
-    package = "numpy"
+    package, slow = "numpy", True
 
     def __init__(self, codes: np.ndarray):
         one_blas_thread()
@@ -271,9 +273,10 @@ class Table:
             def ask(i: int, peer=peer, prepared=prepared) -> Answer:
                 return peer.search(prepared[i], k)
 
-            yield Contestant(name, AUTO, ask, ask, peer.nbytes)
+            large = best.n * best.dim > LARGE_TABLE
+            yield Contestant(name, AUTO, ask, ask, peer.nbytes, SLOW_ROUNDS if peer.slow and large else None)
         kernels = reading_kernels()
-        for reader in range(kernels.slb_readers()):
+        for reader in range(kernels.kSlbReaders):
             yield Contestant(CEILING, str(kernels.slb_reader_name(reader)),
                              lambda i, reader=reader: kernels.slb_read(reader, best.address, best.nbytes),
                              nbytes=best.nbytes)
@@ -373,7 +376,7 @@ def scaled(estimate: Estimate, factor: float) -> Estimate:
 
 
 def summarise(cfg: Config, samples: list[dict]) -> list[dict]:
-    """One row per size and contestant; of the readers, the fastest one. `speedup_vs_<peer>` is above 1 where we are faster."""
+    """One row per size and contestant; of the readers, the fastest. `speedup_vs_<peer>` above 1: we are faster."""
     table = []
     for n in cfg.slb_latency.n_vectors:
         for dim in cfg.slb_latency.dims:

@@ -1,5 +1,5 @@
-// Calls a function of a shared library that the process has loaded privately, as Python loads its extensions' libraries:
-// such symbols are not found by the linker, only through the library's own handle.
+// Calls a function of a shared library that the process has loaded privately, as Python loads its extensions'
+// libraries: such symbols are not found by the linker, only through the library's own handle.
 #pragma once
 
 #include <string>

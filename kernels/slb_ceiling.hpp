@@ -1,15 +1,13 @@
 // What the scan is held against: reading the same bytes without multiplying them, and a call that does nothing.
 //
 // A reader walks 1, 2 or 4 places of the buffer at once; which is fastest depends on the cache level and the machine's
-// prefetchers, so all are measured and the best counts. What was read is combined by OR and returned, so that no compiler
-// drops the loads.
+// prefetchers, so all are measured and the best counts. What was read is combined by OR and returned, so that no
+// compiler drops the loads.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-
-#include "slb_dot.hpp"
 
 namespace nexus {
 
@@ -23,7 +21,7 @@ inline uint64_t slb_read_bytes(const uint8_t * buffer, size_t begin, size_t end)
     return seen;
 }
 
-// Words that the compiler turns into the widest vectors it was built for.
+// Words that the compiler turns into its widest vectors: as fast as explicit ones, where that was compared.
 template <size_t places> inline uint64_t slb_read_words(const uint8_t * buffer, size_t n_bytes) {
     constexpr size_t kWords = kSlbStep / sizeof(uint64_t);
     const size_t part = n_bytes / (places * kSlbStep) * kSlbStep;
@@ -44,45 +42,20 @@ template <size_t places> inline uint64_t slb_read_words(const uint8_t * buffer, 
     return all;
 }
 
-#if defined(__x86_64__)
-template <size_t places>
-NEXUS_SLB_AVX512VNNI inline uint64_t slb_read_avx512(const uint8_t * buffer, size_t n_bytes) {
-    const size_t part = n_bytes / (places * kSlbStep) * kSlbStep;
-    __m512i seen0 = _mm512_setzero_si512(), seen1 = seen0, seen2 = seen0, seen3 = seen0;
-    for (size_t i = 0; i < part; i += kSlbStep) {
-        for (size_t place = 0; place < places; ++place) {
-            const uint8_t * at = buffer + place * part + i;
-            seen0 = _mm512_or_si512(seen0, _mm512_loadu_si512(at));
-            seen1 = _mm512_or_si512(seen1, _mm512_loadu_si512(at + 64));
-            seen2 = _mm512_or_si512(seen2, _mm512_loadu_si512(at + 128));
-            seen3 = _mm512_or_si512(seen3, _mm512_loadu_si512(at + 192));
-        }
-    }
-    const __m512i all = _mm512_or_si512(_mm512_or_si512(seen0, seen1), _mm512_or_si512(seen2, seen3));
-    return uint64_t(_mm512_reduce_or_epi64(all)) | slb_read_bytes(buffer, places * part, n_bytes);
-}
-#endif
-
-// How many readers this CPU can run: numbers from 0.
-inline int slb_readers() { return slb_isa_available(kSlbAvx512Vnni) ? 6 : 3; }
+constexpr int kSlbReaders = 3;
 
 inline const char * slb_reader_name(int reader) {
-    static const char * const names[] = {"words-1", "words-2", "words-4", "avx512-1", "avx512-2", "avx512-4"};
-    return reader >= 0 && reader < 6 ? names[reader] : "unknown";
+    static const char * const names[kSlbReaders] = {"words-1", "words-2", "words-4"};
+    return reader >= 0 && reader < kSlbReaders ? names[reader] : "unknown";
 }
 
-// The OR of n_bytes at address, in some order of words, read by one of the readers.
+// The OR of n_bytes at address, read by one of the readers.
 inline uint64_t slb_read(int reader, size_t address, size_t n_bytes) {
     const auto * buffer = reinterpret_cast<const uint8_t *>(address);
     switch (reader) {
         case 0: return slb_read_words<1>(buffer, n_bytes);
         case 1: return slb_read_words<2>(buffer, n_bytes);
         case 2: return slb_read_words<4>(buffer, n_bytes);
-#if defined(__x86_64__)
-        case 3: return slb_read_avx512<1>(buffer, n_bytes);
-        case 4: return slb_read_avx512<2>(buffer, n_bytes);
-        case 5: return slb_read_avx512<4>(buffer, n_bytes);
-#endif
         default: return 0;
     }
 }

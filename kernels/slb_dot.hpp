@@ -1,9 +1,10 @@
 // Products of one query with the 64 rows of a block (slb_layout.hpp), one version per instruction set, all exact.
 //
-// Each returns a mask of the rows whose product is above a threshold, and writes the 64 products only if there is any: after
-// the first blocks of a scan that is rare, so what remains is loads and multiplications without a branch.
-// `start` is the lanes' first value, -128 times the sum of the query: it undoes the table's bias. The query holds 4 n_groups
-// bytes, zero past the last dim. Two loads and one store port bound nothing here: a byte is read once and multiplied once.
+// Each returns a mask of the rows whose product is above a threshold, and writes the 64 products only if there is any:
+// after the first blocks of a scan that is rare, so what remains is loads and multiplications without a branch. `start`
+// is the lanes' first value, -128 times the sum of the query: it undoes the table's bias. The query holds 4 n_groups
+// bytes, zero past the last dim. Each byte of the table is read once and multiplied once: memory sets the
+// pace.
 #pragma once
 
 #include <cstddef>
@@ -96,7 +97,7 @@ inline uint64_t slb_dot_scalar(const uint8_t * block, size_t n_groups, const int
 }
 
 #if defined(__x86_64__)
-// One instruction multiplies 64 bytes and adds them by fours. Four rows of sums in flight hide its latency.
+// One instruction multiplies 64 bytes and adds them by fours. Four vectors of sums hide its latency.
 NEXUS_SLB_AVX512VNNI
 inline uint64_t slb_dot_avx512vnni(const uint8_t * block, size_t n_groups, const int8_t * query, int32_t start,
                                    int32_t threshold, int32_t * products) {
@@ -122,9 +123,9 @@ inline uint64_t slb_dot_avx512vnni(const uint8_t * block, size_t n_groups, const
     return above;
 }
 
-// The byte multiplication of AVX2 (maddubs) saturates at 16 bits. Bytes at even and at odd places, widened to 16 bits by a
-// mask and a shift, go through the 16-bit one, which does not: two multiplications per vector, as few as halving the query
-// for maddubs would need only to be followed by two more that widen its sums.
+// The byte multiplication of AVX2 (maddubs) saturates at 16 bits. Bytes at even and at odd places, widened to 16 bits
+// by a mask and a shift, go through the 16-bit one, which does not. The other exact way, a query split into two halves
+// of 7 bits for maddubs, needs two more multiplications to widen its sums and was a tenth slower.
 NEXUS_SLB_AVX2
 inline uint64_t slb_dot_avx2(const uint8_t * block, size_t n_groups, const int8_t * query, int32_t start,
                              int32_t threshold, int32_t * products) {
@@ -177,7 +178,8 @@ inline uint64_t slb_above_neon(const int32x4_t * sums, int32_t threshold, int32_
     return above;
 }
 
-// Arm multiplies signed bytes with signed ones: flipping the top bit back costs less than a bias, so `start` is not used.
+// Arm multiplies signed bytes with signed ones: flipping the top bit back costs less than a bias, so `start` is not
+// used.
 NEXUS_SLB_DOTPROD
 inline uint64_t slb_dot_neon_dotprod(const uint8_t * block, size_t n_groups, const int8_t * query, int32_t,
                                      int32_t threshold, int32_t * products) {
@@ -197,8 +199,8 @@ inline uint64_t slb_dot_neon_dotprod(const uint8_t * block, size_t n_groups, con
     return slb_above_neon(sums, threshold, products);
 }
 
-// Without the dot product: products of bytes in 16 bits, added in pairs to 32. Two products of -128 with -128 do not fit 16
-// bits together, so they are widened before they meet. 16 rows at a time, to keep all sums in registers.
+// Without the dot product: products of bytes in 16 bits, added in pairs to 32. Two products of -128 with -128 do not
+// fit 16 bits together, so they are widened before they meet. 16 rows at a time, to keep all sums in registers.
 inline uint64_t slb_dot_neon(const uint8_t * block, size_t n_groups, const int8_t * query, int32_t, int32_t threshold,
                              int32_t * products) {
     constexpr size_t kAtOnce = 4;

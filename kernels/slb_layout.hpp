@@ -2,9 +2,10 @@
 //
 // Rows stand in blocks of 64; inside a block, four dims of all 64 rows follow each other ("a group", 256 bytes):
 //     block[group][row][4], dim = 4 group + j
-// A vector of 32-bit lanes then holds one row per lane: the query's four bytes are broadcast, sums stay in their lanes, and
-// there is neither a horizontal sum nor a tail. Codes are stored as code XOR 0x80, which is code + 128 as unsigned byte:
-// the form that x86 multiplies with signed ones. Missing dims and rows are code 0. The scan reads every byte once, in order.
+// A vector of 32-bit lanes then holds one row per lane: the query's four bytes are broadcast, sums stay in their lanes,
+// and there is neither a horizontal sum nor a tail. Codes are stored as code XOR 0x80, which is code + 128 as unsigned
+// byte: the form that x86 multiplies with signed ones. Missing dims and rows are code 0. The scan reads every byte
+// once, in order.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Quantises one float query to INT8: code = round(x * (127 / largest |x|)), ties to even, everything in float32, so that
-// each version, and numpy, gives the same codes. The largest is found among the bit patterns without sign, which order
-// like the values and put infinities and NaN at the top.
+// Quantises one float query to INT8: code = round(x * (127 / largest |x|)), ties to even, everything in float32, so
+// that each version, and numpy, gives the same codes. The largest is found among the bit patterns without sign, which
+// order like the values and put infinities and NaN at the top.
 #pragma once
 
 #include <algorithm>

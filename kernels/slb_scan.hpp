@@ -1,7 +1,7 @@
 // The semantic lookaside buffer: an INT8 table of embeddings that is searched exactly, in one call from Python.
 //
-// A search quantises the query, scans every row and keeps the k best on the way, so no array of scores is ever written. What
-// it costs is reading the table: slb_ceiling.hpp holds the same read without the work.
+// A search quantises the query, scans every row and keeps the k best on the way, so no array of scores is ever written.
+// What it costs is reading the table: slb_ceiling.hpp holds the same read without the work.
 //
 // Addresses come from Python as size_t; the caller checks type, length and contiguity. One table serves one caller at a
 // time: query and results live in it.
@@ -104,8 +104,8 @@ struct SlbFree {
 };
 using SlbMemory = std::unique_ptr<uint8_t[], SlbFree>;
 
-// Uninitialised memory, in large pages if it is not tiny: these spare address translations, and prefetchers do not stop at
-// every 4 KB.
+// Uninitialised memory, in large pages if it is not tiny: these spare address translations, and prefetchers do not stop
+// at every 4 KB.
 inline SlbMemory slb_allocate(size_t bytes) {
     constexpr size_t kLine = 64, kLargePage = size_t(2) << 20, kTiny = size_t(64) << 10;
     const size_t unit = bytes < kTiny ? kLine : kLargePage;

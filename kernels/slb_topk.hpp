@@ -1,7 +1,7 @@
 // The k best rows of a scan, in order: higher score first, lower id first among equals.
 //
-// An entry is one 64-bit key, score above complemented id, so that one comparison settles both. Few entries are kept sorted
-// by insertion, which costs next to nothing once the threshold has risen; many are kept as a heap, worst on top.
+// An entry is one 64-bit key, score above complemented id, so that one comparison settles both. Few entries are kept
+// sorted by insertion, which costs next to nothing once the threshold has risen; many are kept as a heap, worst on top.
 #pragma once
 
 #include <algorithm>

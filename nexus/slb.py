@@ -3,8 +3,8 @@
     lookaside = Lookaside(embeddings)                     # float32[n, dim]
     lookaside.search(query, k=5)                          # [(id, score), ...], best first
 
-One scale holds for the whole table, so the order of the integer products is the order of the scores; no approximation but
-the rounding of the codes, which `quantisation_error` measures. Equal products come in the order of their ids.
+One scale holds for the whole table, so the order of the integer products is the order of the scores; nothing is
+approximate but the codes, whose rounding `quantisation_error` measures. Equal products come in the order of their ids.
 """
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def quantisation_error(vectors: np.ndarray, codes: np.ndarray, scale: float) -> 
     """The error that `codes` make, measured in float64. Raises LookasideError for arrays that do not fit each other."""
     vectors = _matrix("vectors", vectors)
     if codes.shape != vectors.shape:
-        raise LookasideError(f"codes have shape {codes.shape}, vectors {vectors.shape}; give the codes of these vectors")
+        raise LookasideError(f"codes have shape {codes.shape}, vectors {vectors.shape}; give codes of these vectors")
     largest = error = power = 0.0
     for chunk in _chunks(vectors):
         exact = vectors[chunk].astype(np.float64)
@@ -118,7 +118,8 @@ class _Desk:
     def make_room(self, k: int) -> None:
         """Space for k results."""
         self.room = k
-        self._hits, self._ids, self._products = np.zeros(k * HIT.size, np.uint8), np.zeros(k, np.int64), np.zeros(k, np.int32)
+        self._hits = np.zeros(k * HIT.size, np.uint8)
+        self._ids, self._products = np.zeros(k, np.int64), np.zeros(k, np.int32)
         self.hits_at, self.ids_at, self.products_at = (
             array.ctypes.data for array in (self._hits, self._ids, self._products))
         self.hits: dict[int, memoryview] = {}
@@ -151,8 +152,8 @@ class Lookaside:
     threads    used from 100,000 rows on; smaller tables are scanned by the caller alone
 
     Attributes: `n`, `dim`, `isa`, `threads` (those that are used), `scale`, `nbytes` (of the table in memory, padded to
-    blocks of 64 rows and 4 dims), `address` (of its first byte). Python threads may share a table. Raises LookasideError
-    for vectors that are not finite float[n, dim] with dim from 1 to 65536.
+    blocks of 64 rows and 4 dims), `address` (of its first byte). Python threads may share a table.
+    Raises LookasideError for vectors that are not finite float[n, dim] with dim from 1 to 65536.
     """
 
     def __init__(self, vectors: np.ndarray, isa: str | None = None, threads: int = 1):
@@ -208,9 +209,10 @@ class Lookaside:
         return list(HIT.iter_unpack(desk.hits.get(found) or desk.hits_of(found)))
 
     def scan(self, codes: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, int64[min(k, n)], and exact integer products, int32, of the rows nearest to codes, int8[dim]; best first.
+        """Ids, int64[min(k, n)], and exact integer products, int32, of the rows nearest to `codes`, best first.
 
-        Both arrays belong to the table: this thread's next scan overwrites them. Raises LookasideError as `search` does.
+        `codes` is int8[dim]. Both arrays belong to the table: this thread's next scan overwrites them.
+        Raises LookasideError as `search` does.
         """
         desk = self._desks.mine
         try:

@@ -1,6 +1,7 @@
-// Searches tables of many shapes with every instruction set that this CPU has and compares with a plain search over the rows
-// as they came: for test_slb_scan.py, which runs it natively under the sanitizers and emulated as other CPUs. Buffers have
-// exactly the right size, so that a read past the end shows. Prints one line per instruction set; exit status 1 on a failure.
+// Searches tables of many shapes with every instruction set that this CPU has and compares with a plain search over the
+// rows as they came: for test_slb_scan.py, which runs it natively under the sanitizers and emulated as other CPUs.
+// Buffers have exactly the right size, so that a read past the end shows. Prints one line per instruction set; exit
+// status 1 on a failure.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -111,14 +112,14 @@ int main() {
             }
         }
         badly += !refuses(isa, {1e-31f, 0.0f}) + refuses(isa, {0.0f, -0.0f}) + refuses(isa, {1e-30f});
-        std::printf("%s searches=%zu wrong=%zu quantised=%zu badly=%zu\n", slb_isa_name(isa), searches, wrong, quantised,
-                    badly);
+        std::printf("%s searches=%zu wrong=%zu quantised=%zu badly=%zu\n", slb_isa_name(isa), searches, wrong,
+                    quantised, badly);
         failures += wrong + badly != 0;
     }
     std::vector<uint8_t> buffer(5000, 0);
     for (const size_t at : {size_t(0), size_t(300), buffer.size() - 1}) {
         buffer[at] = 1;
-        for (int reader = 0; reader < slb_readers(); ++reader) {
+        for (int reader = 0; reader < kSlbReaders; ++reader) {
             failures += slb_read(reader, address(buffer), buffer.size()) == 0;
         }
         buffer[at] = 0;

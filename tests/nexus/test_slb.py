@@ -122,11 +122,13 @@ def test_views_other_orders_and_other_floats_give_the_same_hits():
     wide[::2, ::3] = vectors
     unaligned = np.frombuffer(b"x" + vectors.tobytes(), np.uint8)[1:].view(np.float32).reshape(vectors.shape)
     assert not unaligned.flags.aligned
-    for same in (wide[::2, ::3], np.asfortranarray(vectors), vectors.astype(np.float64), vectors.astype(">f4"), unaligned):
+    for same in (wide[::2, ::3], np.asfortranarray(vectors), vectors.astype(np.float64), vectors.astype(">f4"),
+                 unaligned):
         assert Lookaside(same).search(query, 5) == hits
     spread = np.zeros(20, np.float32)
     spread[::2] = query
-    for same in (spread[::2], query[::-1].copy()[::-1], query.astype(np.float64), query.astype(">f4"), unaligned[0] * 0 + query):
+    misplaced = np.frombuffer(b"x" + query.tobytes(), np.uint8)[1:].view(np.float32)
+    for same in (spread[::2], query[::-1].copy()[::-1], query.astype(np.float64), query.astype(">f4"), misplaced):
         assert Lookaside(vectors).search(same, 5) == hits
     codes = quantise(vectors)[0]
     expected = Lookaside.from_codes(codes).scan(codes[3], 4)
@@ -160,8 +162,8 @@ def test_a_scan_overwrites_the_arrays_of_the_one_before():
     assert first[0].tolist() == [2]
 
 
-@pytest.mark.parametrize(("k", "message"), [(0, "k is 0; give at least 1"), (-1, "k is -1"), (2.0, "k is 2.0; give a whole"),
-                                            (None, "k is None")])
+@pytest.mark.parametrize(("k", "message"), [(0, "k is 0; give at least 1"), (-1, "k is -1"),
+                                            (2.0, "k is 2.0; give a whole number"), (None, "k is None")])
 def test_a_k_that_means_nothing_is_refused(k, message):
     table = Lookaside(vectors_of(5, 4))
     with pytest.raises(LookasideError, match=message):
@@ -180,8 +182,8 @@ def test_a_query_of_another_shape_or_type_is_refused(query):
             call()
 
 
-@pytest.mark.parametrize("codes", [np.ones(3, np.int8), np.ones((1, 4), np.int8), np.ones(4, np.uint8), np.ones(4, np.int16),
-                                   np.ones(4, np.float32), [1] * 4])
+@pytest.mark.parametrize("codes", [np.ones(3, np.int8), np.ones((1, 4), np.int8), np.ones(4, np.uint8),
+                                   np.ones(4, np.int16), np.ones(4, np.float32), [1] * 4])
 def test_query_codes_of_another_shape_or_type_are_refused(codes):
     with pytest.raises(LookasideError, match=r"codes are .*; give int8\[4\]"):
         Lookaside(vectors_of(5, 4)).scan(codes, 1)
