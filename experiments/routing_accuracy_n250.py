@@ -110,6 +110,8 @@ class Bench(RoutingBench):
         if self._chooser is None:
             options = context_options(self.cfg.runtime, n_ctx=min(self.section.n_ctx, self.model.n_ctx_train))
             self._chooser = InContextChooser(Runtime(self.model, options), self.cfg.workload.system_prompt)
+            # The first choice of a process also compiles what it calls.
+            self._chooser.choose(self.order[:2], "warm up")
         return self._chooser
 
 

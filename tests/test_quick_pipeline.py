@@ -1,6 +1,7 @@
 """The whole pipeline for real, once: SmolLM2 with the profile `quick`, through DVC, in a copy of the repository."""
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -50,6 +51,23 @@ def test_quick_pipeline_measures_draws_and_then_has_nothing_to_do(tmp_path: Path
     assert {row["v_layout"] for row in anchored} == {"row", "transposed"}
     assert all(row["dkl_nats"]["value"] < 0.05 for row in anchored)
     assert all(row["bit_identical"]["value"] == 1 for row in anchored if row["arm"] == "none")
+
+    listing = json.loads((results / "registry.json").read_text(encoding="utf-8"))
+    assert len(listing) > 300 and len({(tool["server"], tool["name"]) for tool in listing}) == len(listing)
+    assert listing[0]["server"] == "github" and {tool["server"] for tool in listing} == {
+        server.name for server in cfg.registry.servers}
+    scans = [row for row in rows["slb_latency"] if row["impl"].startswith("nexus") and row["exact"] is not None]
+    assert scans and all(row["exact"] and row["p50_us"]["value"] > 0 for row in scans)
+    chosen = {(row["system"], row["n_tools"]): row for row in rows["routing_accuracy_n250"]}
+    systems = [*cfg.routing_accuracy_n250.systems, *cfg.routing_accuracy_n250.baselines]
+    assert set(chosen) == {(system, n) for system in systems for n in cfg.routing_accuracy_n250.n_tools}
+    assert all((row["status"] == "overflow") == (row["accuracy"] is None) for row in chosen.values())
+    assert chosen["concat_all", 50]["status"] == "overflow", "fifty schemas do not fit 4096 tokens"
+    assert chosen["slb", 10]["prompt_tokens"]["value"] == 0 < chosen["rag_mcp", 10]["prompt_tokens"]["value"]
+    assert {row["set"] for row in rows["routing_generalisation"]} == {"bfcl", "bfcl-live"}
+    assert all(row["n_tools"] > 1000 for row in rows["routing_generalisation"])
+    gates = [row for row in rows["calibration"] if row["kind"] == "gate" and row["set"] == "adversarial"]
+    assert gates and all(0.19 < row["fire_rate"]["value"] < 0.3 for row in gates)
 
     outs = [copy.path / out for stage in stages(cfg) for out in stage.outs]
     assert all(path.is_file() for path in outs)
