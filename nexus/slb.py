@@ -110,7 +110,8 @@ class _Desk:
 
     def __init__(self, dim: int):
         query, codes = np.zeros(dim, np.float32), np.zeros(dim, np.int8)
-        # Assigning to a memoryview checks type and shape on the way, at half the price of numpy's assignment.
+        # Assigning to a memoryview checks type and shape on the way, at half the price of numpy's assignment. What it
+        # does not take, such as unaligned floats, may go to the array behind it, `.obj`.
         self.query, self.codes = memoryview(query), memoryview(codes)
         self.query_at, self.codes_at = query.ctypes.data, codes.ctypes.data
         self.make_room(64)
@@ -199,7 +200,7 @@ class Lookaside:
         try:
             desk.query[:] = query
         except _MISMATCH:
-            desk.query[:] = self._float32(query)
+            desk.query.obj[:] = self._float32(query)
         if type(k) is not int or not 0 < k <= desk.room:
             k = self._checked(k, desk)
         try:
@@ -218,7 +219,7 @@ class Lookaside:
         try:
             desk.codes[:] = codes
         except _MISMATCH:
-            desk.codes[:] = self._int8(codes)
+            desk.codes.obj[:] = self._int8(codes)
         if type(k) is not int or not 0 < k <= desk.room:
             k = self._checked(k, desk)
         found = self._scan(desk.codes_at, k, desk.ids_at, desk.products_at)
@@ -227,7 +228,7 @@ class Lookaside:
     def quantise_query(self, query: np.ndarray) -> tuple[np.ndarray, float]:
         """Codes of a query, int8[dim], and its scale, as `search` uses them. Raises LookasideError as `search` does."""
         desk = self._desks.mine
-        desk.query[:] = self._float32(query)
+        desk.query.obj[:] = self._float32(query)
         try:
             scale = self._quantise(desk.query_at, desk.codes_at)
         except Exception as error:
