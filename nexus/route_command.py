@@ -69,13 +69,16 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
         return f"no tool of {len(tools)} shares anything with the query"
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("#", "server", "tool", "score", *(["cross-encoder"] if route.gate_fired else []), "description")
     for i, c in enumerate(route.candidates, start=1):
         cross = "–" if c.cross_score is None else f"{c.cross_score:.2f}"
         text = " ".join(c.tool.description.split())
-        table.add_row(str(i), c.tool.server or "–", c.tool.name, f"{c.score:.4f}",
-                      *([cross] if route.gate_fired else []), text[:SHOWN] + ("…" if len(text) > SHOWN else ""))
+        # As Text: a string's brackets would be read as markup.
+        table.add_row(*map(Text, (str(i), c.tool.server or "–", c.tool.name, f"{c.score:.4f}",
+                                  *([cross] if route.gate_fired else []),
+                                  text[:SHOWN] + ("…" if len(text) > SHOWN else ""))))
     console = Console()
     with console.capture() as captured:
         console.print(table)
