@@ -59,7 +59,8 @@ RRF_K, DEPTH = 60, 10
 LENGTHS = (48, 64, 96, 128, 256)
 # More of them cost half as much again per step.
 LINEARS = ("attention.self.query", "attention.self.value")
-FOLDS = (("github",), ("atlassian",), ("grafana", "jenkins"), ("git", "fetch", "time"))
+QUERIES = ("queries",)
+FOLDS = (QUERIES, ("github",), ("atlassian",), ("grafana", "jenkins"), ("git", "fetch", "time"))
 
 Arrays = dict[str, np.ndarray]
 
@@ -401,45 +402,62 @@ def adapter_bytes(trained: dict, metadata: dict[str, str]) -> bytes:
 # --- Cross-validation ------------------------------------------------------------------------------------------------
 
 
+def ranks_right(right: Sequence[bool], scores: np.ndarray) -> dict[str, bool]:
+    """Whether the first tool is right, by each way of ordering the ten that the fusion gave.
+
+    right    of the fusion's tools, best first
+    scores   their logits
+    """
+    order = np.argsort(-scores, kind="stable")
+    rank = np.empty(len(order), int)
+    rank[order] = np.arange(len(order))
+    both = 1 / (RRF_K + 1 + np.arange(len(order))) + 1 / (RRF_K + 1 + rank)
+    return {"rrf": right[0], "rrf_in_5": any(right[:5]), "rrf_in_10": any(right),
+            "top5": right[int(np.argmax(scores[:5]))], "top10": right[int(order[0])],
+            "top10_and_rrf": right[int(np.argmax(both))]}
+
+
 def cross_validated(model: CrossEncoder, tools: Sequence[Tool], cases: Sequence[RoutingCase], seed: int,
-                    folds: Sequence[Sequence[str]] = FOLDS) -> list[dict]:
-    """One row per left-out server: recall@1 of the fusion, and after ranking its first 5 and 10 anew."""
+                    folds: Sequence[Sequence[str]] = FOLDS) -> Iterator[dict]:
+    """Per fold one row per server: right answers of `n`, as `ranks_right` names them; then one row on abstention.
+
+    A fold leaves out servers, or is QUERIES: a fifth of the queries, their tools staying. `auc_answerable` is the
+    probability that the best logit of a query with an answer is above that of one without.
+    """
     retrieval = Retrieval(tools, model.embed)
     everything = np.ones(len(tools), bool)
     unanswerable = [case for case in cases if case.tool is None]
-    rows = []
+    answerable = [case for case in cases if case.tool is not None]
     for number, fold in enumerate(folds):
         # Queries that nothing answers are left out in turn, as they belong to no server.
-        spared = unanswerable[number::len(folds)]
-        allowed = np.array([tool.server not in fold for tool in tools])
-        kept = [case for case in cases if case not in spared and (case.tool is None or case.tool[0] not in fold)]
+        spared = unanswerable[number::max(5, len(folds))]
+        if tuple(fold) == QUERIES:
+            allowed, asked = everything, answerable[::5]
+        else:
+            allowed = np.array([tool.server not in fold for tool in tools])
+            asked = [case for case in answerable if case.tool[0] in fold]
+        if not asked:
+            raise TrainError(f"no query is about {', '.join(fold)}; the registry has the servers "
+                             f"{', '.join(sorted({str(tool.server) for tool in tools}))}")
+        kept = [case for case in cases if case not in spared and case not in asked]
         trained = model.train(examples_of(kept, tools, retrieval, allowed), tools, allowed, seed,
                               f"without {', '.join(fold)}")
-        asked = {server: [case for case in cases if case.tool and case.tool[0] == server] for server in fold}
-        strongest = {server: [] for server in fold}
-        for server, own in asked.items():
-            row = {"server": server, "n": len(own), "rrf": 0, "rrf_in_5": 0, "rrf_in_10": 0, "top5": 0, "top10": 0}
-            for case in own:
-                fused = retrieval.lists(case.query, everything)[2][:10]
-                scores = model.score(trained, case.query, [document_text(tools[i]) for i in fused])
-                strongest[server].append(float(scores[:5].max()))
-                right = [case.accepts(tools[i]) for i in fused]
-                row["rrf"] += right[0]
-                row["rrf_in_5"] += any(right[:5])
-                row["rrf_in_10"] += any(right)
-                row["top5"] += right[int(np.argmax(scores[:5]))]
-                row["top10"] += right[int(np.argmax(scores))]
-            if own:
-                rows.append(row)
-        none = []
-        for case in spared:
-            fused = retrieval.lists(case.query, everything)[2][:5]
-            none.append(float(model.score(trained, case.query, [document_text(tools[i]) for i in fused]).max()))
-        some = np.array([score for scores in strongest.values() for score in scores])
-        if none and len(some):
-            wins = (some[:, None] > np.array(none)).mean() + 0.5 * (some[:, None] == np.array(none)).mean()
-            rows.append({"fold": list(fold), "auc_answerable": float(wins), "n_unanswerable": len(none)})
-    return rows
+        rows: dict[str, dict] = {}
+        strongest: dict[bool, list[float]] = {True: [], False: []}
+        for case in asked + spared:
+            found = retrieval.lists(case.query, everything)[2][:DEPTH]
+            scores = model.score(trained, case.query, [document_text(tools[i]) for i in found])
+            strongest[case.tool is not None].append(float(scores[:5].max()))
+            if case.tool is not None:
+                row = rows.setdefault(str(case.tool[0]), {"fold": "+".join(fold), "server": case.tool[0], "n": 0})
+                row["n"] += 1
+                for name, good in ranks_right([case.accepts(tools[i]) for i in found], scores).items():
+                    row[name] = row.get(name, 0) + bool(good)
+        yield from rows.values()
+        some, none = np.array(strongest[True])[:, None], np.array(strongest[False])[None, :]
+        if none.size:
+            yield {"fold": "+".join(fold), "auc_answerable": float(((some > none) + 0.5 * (some == none)).mean()),
+                   "n_unanswerable": none.size}
 
 
 def require_packages() -> None:
