@@ -68,10 +68,12 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
     if not route.candidates:
         return f"no tool of {len(tools)} shares anything with the query"
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("#", "server", "tool", "score", *(["cross-encoder"] if route.gate_fired else []), "description")
+    # A name is never cut: it is what a reader looks for.
+    table = Table("#", "server", Column("tool", overflow="fold"), "score",
+                  *(["cross-encoder"] if route.gate_fired else []), "description")
     for i, c in enumerate(route.candidates, start=1):
         cross = "–" if c.cross_score is None else f"{c.cross_score:.2f}"
         text = " ".join(c.tool.description.split())

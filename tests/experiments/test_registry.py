@@ -11,8 +11,8 @@ from nexus.collect import Collected, Failure
 from nexus.listing import load_listing
 from nexus.registry import RegistryError, Tool
 
-TOOLS = [Tool("b", "add", "Größe ändern 加", {"type": "object", "properties": {"z": {}, "a": {}}}), Tool("b", "sub", "", {}),
-         Tool("a", "add", "Add.", {})]
+TOOLS = [Tool("b", "add", "Größe ändern 加", {"type": "object", "properties": {"z": {}, "a": {}}}),
+         Tool("b", "sub", "", {}), Tool("a", "add", "Add.", {})]
 
 
 @pytest.fixture
@@ -85,7 +85,8 @@ def test_a_users_file_is_taken_in_the_same_form_and_no_server_is_asked(monkeypat
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "No such file"), ("[]", "the list of tools is empty"), ('{"tools": [{}]}', "none of the 1 entries is a tool"),
+    (None, "No such file"), ("[]", "the list of tools is empty"),
+    ('{"tools": [{}]}', "none of the 1 entries is a tool"),
     ("[", "not JSON")])
 def test_a_file_that_is_no_registry_is_refused(tmp_path, content, message):
     path = tmp_path / "mine.json"

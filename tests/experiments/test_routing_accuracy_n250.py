@@ -23,7 +23,7 @@ RANKS = [1, 2, 3, 4, None, 1, 5, 3]
 
 @pytest.fixture(scope="module")
 def cfg():
-    return config.validate(config.compose(["statistics.level=0.9"]))
+    return config.validate(config.compose(["statistics.level=0.9", f"routing.system={DEFAULT}"]))
 
 
 def synthetic(right=RIGHT):
@@ -71,7 +71,8 @@ def test_queries_of_unknown_wording_are_counted_once(cfg):
 
 def test_recall_is_of_the_retrievers_ranks(rows):
     for system in ("slb", DEFAULT, "rag_mcp"):
-        assert (rows[10, system]["top1_recall"], rows[10, system]["top3_recall"]) == (wilson(2, 8, 0.9), wilson(5, 8, 0.9))
+        row = rows[10, system]
+        assert (row["top1_recall"], row["top3_recall"]) == (wilson(2, 8, 0.9), wilson(5, 8, 0.9))
     assert rows[10, "concat_all"]["top1_recall"] is rows[10, "concat_all"]["top3_recall"] is None
 
 
@@ -121,8 +122,8 @@ def test_the_default_is_compared_on_the_same_queries(rows):
 
 
 def test_other_systems_are_compared_with_nothing(rows):
-    assert not [key for key, row in rows.items() if key[1] != DEFAULT for name in row if name.startswith(("accuracy_minus",
-                                                                                                         "mcnemar"))]
+    others = [row for (_, system), row in rows.items() if system != DEFAULT]
+    assert not [name for row in others for name in row if name.startswith(("accuracy_minus", "mcnemar"))]
 
 
 @pytest.mark.parametrize("right", [None, "absent"])
@@ -164,7 +165,8 @@ def test_rows_have_the_form_of_the_artifact(cfg, rows, tmp_path):
 # --- with SmolLM2 and MiniLM
 
 TOOLS = {"create_issue": "Open a new issue in a repository, with a title and a body.",
-         "list_branches": "List the branches of a repository.", "get_weather": "Current weather and forecast of a city.",
+         "list_branches": "List the branches of a repository.",
+         "get_weather": "Current weather and forecast of a city.",
          "send_email": "Send an e-mail to somebody.", "play_music": "Play a song.",
          "convert_currency": "Convert an amount of money from one currency to another."}
 QUERIES = [("Will it rain in Lisbon tomorrow?", "get_weather", "paraphrase"),
@@ -193,8 +195,10 @@ def toy(tmp_path, monkeypatch):
                                for query, tool, wording in QUERIES))
     section = "routing_accuracy_n250"
     return config.validate(config.compose([
-        "model=smollm2-135m", "runtime.n_threads=1", "registry=file", f"registry.path={listing}",
-        f"workload.routing.evaluation={queries}", f"{section}.n_tools=[3,250]", f"{section}.systems=[slb,bm25,{DEFAULT}]",
+        "model=smollm2-135m", "runtime.n_threads=1", f"routing.system={DEFAULT}", "routing.tuned_embedder=minilm",
+        "registry=file", f"registry.path={listing}",
+        f"workload.routing.evaluation={queries}", f"{section}.n_tools=[3,250]",
+        f"{section}.systems=[slb,bm25,{DEFAULT}]",
         f"{section}.rag_k=1", f"{section}.n_ctx=600"]))
 
 
@@ -229,7 +233,9 @@ def test_a_real_run_asks_every_query_at_every_size(toy, tmp_path, monkeypatch):
     assert all(s["chosen"] is None for s in samples if s["status"] == "overflow")
 
     # rag_mcp offers the same schemas at both sizes, and they are read once.
-    assert len(asked) == len(set(asked)) == 2 * len(QUERIES) + len(QUERIES)
+    queries = {query for query, _, _ in QUERIES}
+    read = [(query, names) for query, names in asked if query in queries]
+    assert len(read) == len(set(read)) == 2 * len(QUERIES) + len(QUERIES)
 
     # The same cells give the same artifact, and the model is not asked again.
     monkeypatch.setattr(experiment.InContextChooser, "choose", None)

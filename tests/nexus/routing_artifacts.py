@@ -24,7 +24,8 @@ def share(value, n=100, level=0.95):
 
 def paired(value, n=100, level=0.95):
     """A difference of shares on the same queries."""
-    return metric(value, 0, n, level) | {"ci_low": value - 0.05, "ci_high": value + 0.05, "method": "paired-bca-bootstrap"}
+    return metric(value, 0, n, level) | {
+        "ci_low": value - 0.05, "ci_high": value + 0.05, "method": "paired-bca-bootstrap"}
 
 
 def accuracy_row(system, n_tools, accuracy, level=0.95, prompt_tokens=0):

@@ -11,11 +11,13 @@ from nexus import artifact, cli, config, listing, route_command
 from nexus.collect import Collected, Failure
 from nexus.config import ROOT
 from nexus.registry import Tool
+from nexus.route import SYSTEMS
 from nexus.routing_setup import RoutingSetup
 
 TOOLS = {"create_issue": "Open a new issue in a repository, with a title and a body.",
-         "list_branches": "List the branches of a repository.", "get_weather": "Current weather and forecast of a city.",
-         "send_email": "Send an e-mail [to] somebody [/soon], in \n your name and with an attachment where you want one.",
+         "list_branches": "List the branches of a repository.",
+         "get_weather": "Current weather and forecast of a city.",
+         "send_email": "Send an e-mail [to] somebody [/soon], in \n your name and with an attachment if you want.",
          "play_music": "", "convert_currency": "Convert an amount of money from one currency to another."}
 ENTRIES = [{"server": "home" if name != "play_music" else "stage", "name": name, "description": text, "inputSchema": {}}
            for name, text in TOOLS.items()]
@@ -40,7 +42,8 @@ def registry(tmp_path):
 def nexus(capsys, monkeypatch, tmp_path):
     """A function that runs `nexus route`; (status, output, errors). Results are in a folder of the test's own."""
     compose = config.compose
-    monkeypatch.setattr(config, "compose", lambda: compose([f"results_folder={tmp_path / 'results'}"]))
+    monkeypatch.setattr(config, "compose", lambda: compose([
+        f"results_folder={tmp_path / 'results'}", "routing.system=hybrid+gate"]))
     monkeypatch.delenv("NEXUS_DEBUG", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
@@ -87,6 +90,16 @@ def test_a_table_for_people(nexus, registry):
 def test_brackets_in_a_description_are_no_markup_and_long_ones_are_cut(nexus, registry):
     status, out, _ = nexus("Send an e-mail to Ann", "--registry", registry, "--system", "slb")
     assert status == 0 and "│ Send an e-mail [to] somebody [/soon], in your name and with …" in out
+
+
+@pytest.mark.integration
+def test_a_long_name_is_whole_in_a_narrow_terminal(nexus, registry, monkeypatch):
+    name = "list_repository_security_advisories_of_an_org"
+    registry.write_text(json.dumps([*ENTRIES, {"name": name, "description": "Known flaws. " * 9, "inputSchema": {}}]))
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = nexus("known flaws", "--registry", registry, "--system", "slb", "--top", 1)
+    lines = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    assert "".join(cells[3].strip() for cells in lines) == name
 
 
 @pytest.mark.integration
@@ -165,7 +178,7 @@ def failing(nexus, *arguments):
 
 def test_an_unknown_system_is_one_line(nexus, registry):
     assert failing(nexus, QUERY, "--registry", registry, "--system", "hybird") == (
-        "nexus: --system hybird is unknown; use one of slb, bm25, hybrid, slb+gate, hybrid+gate\n")
+        f"nexus: --system hybird is unknown; use one of {', '.join(SYSTEMS)}\n")
 
 
 @pytest.mark.integration
@@ -177,7 +190,8 @@ def test_a_blank_query_is_one_line(nexus, registry, query):
 
 @pytest.mark.parametrize(("content", "message"), [
     (None, "No such file or directory"), ("[]", "the list of tools is empty; give at least one tool"),
-    ('{"tools": []}', "the list of tools is empty"), ("", "the file is empty"), ('[{"name": 1}]', "none of the 1 entries"),
+    ('{"tools": []}', "the list of tools is empty"), ("", "the file is empty"),
+    ('[{"name": 1}]', "none of the 1 entries"),
     (json.dumps(ENTRIES[:1] * 2), "entries 0 and 1 are both tool 'create_issue' of server 'home'")])
 def test_a_file_that_is_no_registry_is_one_line(nexus, tmp_path, content, message):
     path = tmp_path / "mine.json"

@@ -1,18 +1,15 @@
 """Routers by configuration, with the real MiniLM over a few tools."""
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from nexus import routing_setup
 from nexus.carriers import WeightsError
-from nexus.config import compose, validate
+from nexus.config import ConfigError, compose, validate
 from nexus.lexical import Lexical
 from nexus.registry import Tool
-from nexus.route import RouteError
-from nexus.routing_setup import NO_NAME, RoutingSetup
+from nexus.route import GATED, SYSTEMS, RouteError
+from nexus.routing_setup import BASE, NO_NAME, RoutingSetup, embedder_spec
 from nexus.slb import available_isas
 from nexus.tool_document import description_text, document_text
 
@@ -27,7 +24,7 @@ TOOLS = [Tool("s", name, text, {}) for name, text in (
 def setup(tmp_path_factory):
     """Encoders of the default configuration; without a cross-encoder, whose adapter is not there."""
     adapter = tmp_path_factory.mktemp("adapter") / "absent.safetensors"
-    return RoutingSetup(validate(compose([f"routing.cross_encoder={adapter}"])))
+    return RoutingSetup(validate(compose([f"routing.cross_encoder={adapter}", "routing.tuned_embedder=minilm"])))
 
 
 class Backwards:
@@ -38,7 +35,7 @@ class Backwards:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("system", ["slb", "bm25", "hybrid", NO_NAME])
+@pytest.mark.parametrize("system", [*(system for system in SYSTEMS if system not in GATED), NO_NAME])
 def test_every_system_without_a_gate_finds_a_plain_query(setup, system):
     router = setup.router(system, TOOLS)
     route = router.route("What will the weather in Lisbon be like tomorrow?")
@@ -54,16 +51,14 @@ def test_a_system_without_names_reads_descriptions_alone(setup):
     assert with_names.route(query).tool.name == "play_music"
     assert without.route(query).best_cosine < 0.4 < 0.5 < with_names.route(query).best_cosine
     for router, text in ((with_names, document_text), (without, description_text)):
-        vectors = setup.encoder.embed_documents([text(tool) for tool in TOOLS])
-        best = vectors @ setup.encoder.embed_query(query)
+        encoder = router.dense.encoder
+        best = encoder.embed_documents([text(tool) for tool in TOOLS]) @ encoder.embed_query(query)
         assert router.route(query).tool == TOOLS[int(np.argmax(best))]
         assert router.route(query).best_cosine == pytest.approx(float(best.max()), abs=0.01)
 
 
 @pytest.mark.integration
-def test_vectors_are_those_of_the_encoder_and_routers_are_kept(setup):
-    texts = [document_text(tool) for tool in TOOLS]
-    assert np.array_equal(setup.vectors(texts), setup.encoder.embed_documents(texts))
+def test_routers_are_kept(setup):
     assert setup.router("slb", TOOLS) is setup.router("slb", list(TOOLS))
     assert setup.router("slb", TOOLS) is not setup.router("slb", TOOLS[:3])
     assert setup.router("slb", TOOLS, abstain_below=0.5) is not setup.router("slb", TOOLS)
@@ -100,7 +95,7 @@ def test_a_gate_asks_about_as_many_candidates_as_configured(monkeypatch):
 
 @pytest.mark.integration
 def test_no_tools_and_unknown_systems_are_refused(setup):
-    with pytest.raises(RouteError, match="system 'sbl' is unknown; use one of slb, bm25"):
+    with pytest.raises(RouteError, match="system 'sbl' is unknown; use one of slb, "):
         setup.router("sbl", TOOLS)
     with pytest.raises(RouteError, match="the registry has no tools"):
         setup.router("bm25", [])
@@ -108,10 +103,24 @@ def test_no_tools_and_unknown_systems_are_refused(setup):
 
 @pytest.mark.integration
 def test_it_says_what_it_depends_on(setup):
-    assert setup.hashes == {"embedder": setup.cfg.embedder.sha256}
+    setup.router("slb", TOOLS)
+    assert setup.hashes["embedder"] == setup.cfg.embedder.sha256 and "cross_encoder" not in setup.hashes
     assert setup.isa == available_isas()[-1]
 
 
-def test_the_cross_encoder_is_made_of_minilm_whatever_the_embedder_is():
-    base = routing_setup._base()
-    assert base.name == "minilm" and base.source is not None and json.loads(base.model_dump_json())["dim"] == 384
+@pytest.mark.integration
+def test_everything_is_opened_at_once_where_hashes_are_wanted(monkeypatch):
+    monkeypatch.setattr(RoutingSetup, "cross_encoder", Backwards())
+    setup = RoutingSetup(validate(compose(["routing.tuned_embedder=minilm"])))
+    setup.open_all()
+    assert setup.hashes == dict.fromkeys(("embedder", "tuned_embedder"), setup.cfg.embedder.sha256)
+
+
+def test_the_cross_encoder_is_made_of_an_embedder_whose_weights_are_published():
+    base = embedder_spec(BASE)
+    assert base.name == BASE == "minilm" and base.source is not None
+
+
+def test_an_embedder_that_has_no_file_is_told_with_those_that_have_one():
+    with pytest.raises(ConfigError, match="no file conf/embedder/mini.yaml; there are minilm, "):
+        embedder_spec("mini")

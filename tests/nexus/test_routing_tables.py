@@ -6,6 +6,8 @@ import json
 
 import pytest
 import routing_artifacts as synthetic
+import test_tables
+from experiments import tables as experiment
 from nexus import routing_tables, tables
 from nexus.config import compose, validate
 from test_tables import parsed
@@ -47,7 +49,7 @@ def test_rendering_leaves_the_artifacts_alone(name):
 
 
 def test_the_synthetic_artifacts_have_the_form_that_experiments_write(tmp_path):
-    cfg = validate(compose([]))
+    cfg = validate(compose([f"routing.system={DEFAULT}"]))
     synthetic.write(tmp_path, cfg)
     for name, make in synthetic.MAKERS.items():
         assert tables.stored(cfg, tmp_path, name)["rows"] == json.loads(json.dumps(make()["rows"]))
@@ -160,7 +162,8 @@ def test_the_gate_and_the_chosen_abstention_threshold():
 def test_generalisation_has_every_set_and_system():
     made = synthetic.generalisation()
     table, = parsed(routing_tables.generalisation(made))
-    assert [(row["set"], row["system"]) for row in table] == [(row["set"], f"`{row['system']}`") for row in made["rows"]]
+    assert [(row["set"], row["system"]) for row in table] == [
+        (row["set"], f"`{row['system']}`") for row in made["rows"]]
     lines = {(row["set"], row["system"]): row for row in table}
     plain, ours = lines["bfcl", "`hybrid`"], lines["bfcl", f"`{DEFAULT}`"]
     assert plain["recall@1 minus hybrid"] == plain["p"] == plain["gate fires"] == tables.MISSING
@@ -180,3 +183,26 @@ def test_the_scan_shows_its_share_of_the_ceiling_and_who_is_exact():
     absent, ceiling = lines["250", "384", "`faiss`", "auto"], lines["250", "384", "`ceiling`", "avx512vnni"]
     assert {absent[column] for column in ("p50, µs", "p99, µs", "exact", "n")} == {tables.MISSING}
     assert ceiling["exact"] == ceiling["recall@1 to float32, %"] == tables.MISSING
+
+
+def test_the_experiment_writes_the_routing_tables_and_the_same_bytes_twice(tmp_path):
+    cfg = validate(compose([f"routing.system={DEFAULT}"]))
+    test_tables.write_all(tmp_path, cfg)
+    synthetic.write(tmp_path, cfg)
+    folder = experiment.run(cfg, tmp_path)
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {f"{name}.md" for name in RENDERED} <= set(first)
+    assert f"`{cfg.routing.system}` is right on ".encode() in first["table4.md"]
+    experiment.run(cfg, tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+
+
+@pytest.mark.parametrize("name", synthetic.MAKERS)
+def test_every_routing_artifact_is_needed(tmp_path, name):
+    cfg = validate(compose([f"routing.system={DEFAULT}"]))
+    test_tables.write_all(tmp_path, cfg)
+    synthetic.write(tmp_path, cfg)
+    (tmp_path / f"{name}.json").unlink()
+    with pytest.raises(tables.MissingArtifact, match=f"{name}.json is missing; make it with: .*experiments.{name} "):
+        experiment.run(cfg, tmp_path)
+    assert not (tmp_path / "tables").exists()
