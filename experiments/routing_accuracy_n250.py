@@ -37,7 +37,6 @@ class Bench(RoutingBench):
 
     def __init__(self, cfg: Config, out: Path):
         super().__init__(cfg, out)
-        assert self.cross_encoder  # opened first: its hash belongs to every cell
         self.section = cfg.routing_accuracy_n250
         self.cases = self.cases_of(cfg.workload.routing.evaluation)[:self.section.n_queries]
         self.order = ordered(self.tools, cfg.seed)

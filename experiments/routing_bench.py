@@ -18,6 +18,7 @@ class RoutingBench(RoutingSetup):
 
     def __init__(self, cfg: Config, out: Path):
         super().__init__(cfg)
+        self.open_all()
         self.tools = load_listing(cfg.registry, out / "registry.json").tools
 
     def cases_of(self, path: str) -> list[RoutingCase]:

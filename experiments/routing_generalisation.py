@@ -29,7 +29,6 @@ class Bench(RoutingBench):
 
     def __init__(self, cfg: Config, out: Path):
         super().__init__(cfg, out)
-        assert self.cross_encoder  # opened first: its hash belongs to every cell
         self.section = cfg.routing_generalisation
         public = public_queries(FOLDER)
         self.tools = public.tools

@@ -68,7 +68,8 @@ Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
 Depths = Annotated[list[Count], NotEmpty, Ascending]
 # nexus/route.py says what these names mean.
-SystemName = Literal["slb", "bm25", "hybrid", "slb+gate", "hybrid+gate"]
+SystemName = Literal["slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "slb+gate", "hybrid+gate",
+                     "hybrid-tuned+gate"]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
 # nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
 # for its configuration alone.
@@ -261,6 +262,8 @@ class Routing(_Section):
     """First candidates that the cross-encoder decides among where the gate fires."""
     gate_quantile: Annotated[float, Field(gt=0, lt=1)]
     """τ is this quantile of the margins on adversarial queries; the paper takes 0.2."""
+    tuned_embedder: Name
+    """The file in conf/embedder that the systems called tuned embed with."""
     cross_encoder: Text
     """Adapter that makes a cross-encoder of MiniLM, relative to the repository or absolute."""
     n_threads: Count

@@ -30,6 +30,8 @@ from nexus.minilm import ConversionError, convert
 from nexus.progress import progress
 from nexus.weights import ModelSpec, Weights, verify, weights_folder
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def ensure_embedder(spec: EmbedderSpec, folder: Path | None = None) -> Weights:
     """The verified GGUF of an embedder, fetched or converted if need be. A second call costs milliseconds.
@@ -142,7 +144,8 @@ def _obtain(spec: EmbedderSpec, model: ModelSpec, target: Path) -> Weights:
                 target.unlink(missing_ok=True)
     if spec.source is not None:
         try:
-            _convert(ensure_source(spec, folder), target)
+            adapter = None if spec.adapter is None else ROOT / Path(spec.adapter).expanduser()
+            _convert(ensure_source(spec, folder), target, adapter)
             return verify(model, target, "converted", folder)
         except WeightsError as error:
             reasons.append(f"  conversion with gguf {version('gguf')}: {error}")

@@ -87,12 +87,16 @@ class EmbedderSpec(Section):
     """Where the GGUF may come from, tried in this order; may be empty where `source` is given."""
     source: SourceSpec | None
     """What the GGUF is made of if no carrier brings it."""
+    adapter: str | None
+    """Low-rank changes that are merged into the source, relative to the repository or absolute; null for none."""
 
     @model_validator(mode="after")
     def _obtainable(self) -> EmbedderSpec:
         self.as_model()
         if self.sha256 is None and self.path is None:
             raise ValueError("sha256 is null, so nothing says what to fetch; give it, or path")
+        if self.adapter is not None and self.source is None:
+            raise ValueError("an adapter is merged into source, which is null; give the source")
         if self.path is None and not self.carriers and self.source is None:
             raise ValueError("give path, carriers or source: nothing says where the embedder comes from")
         return self

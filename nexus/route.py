@@ -27,9 +27,10 @@ from nexus.tool_document import document_text, lexical_text
 RRF_K = 60
 # How far down each list the fusion looks.
 FUSED_DEPTH = 50
-RETRIEVERS = ("slb", "bm25", "hybrid")
-GATED = ("slb+gate", "hybrid+gate")
-SYSTEMS = ("slb", "bm25", "hybrid", *GATED)
+# In the embedder that was tuned on tool queries instead of the configured one.
+TUNED = "-tuned"
+GATED = ("slb+gate", "hybrid+gate", "hybrid-tuned+gate")
+SYSTEMS = ("slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", *GATED)
 
 
 class RouteError(ValueError):
@@ -165,8 +166,8 @@ class Router:
 
 def retriever_of(system: str, tools: Sequence[Tool], dense: Dense | None) -> Retriever:
     """The retriever of one of SYSTEMS over `tools`. Raises RouteError for an unknown name or a missing dense part."""
-    name = system.removesuffix("+gate")
-    if name not in RETRIEVERS:
+    name = system.removesuffix("+gate").removesuffix(TUNED)
+    if system not in SYSTEMS:
         raise RouteError(f"system {system!r} is unknown; use one of {', '.join(SYSTEMS)}")
     if name == "bm25":
         return _lexical(tools)

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from nexus import tables
-from nexus.config import CONF, ROOT, Config
+from nexus.config import CONF, ROOT, Config, ConfigError
 from nexus.embedder import ensure_cross_encoder, ensure_embedder, open_embedder
 from nexus.embedder_spec import EmbedderSpec
 from nexus.embedding_cache import EmbeddingCache
 from nexus.encoder import CrossEncoder
 from nexus.registry import Tool
-from nexus.route import Dense, Gate, Router, retriever_of
+from nexus.route import TUNED, Dense, Gate, Router, retriever_of
 from nexus.tool_document import description_text, document_text
 
 # The ablation: descriptions are embedded without the tools' names.
 NO_NAME = "slb-no-name"
+# What the cross-encoder's adapter is merged into, whatever the embedder is.
+BASE = "minilm"
 # Length of a pair that the cross-encoder was trained with, in tokens.
 PAIR_TOKENS = 128
 # Routers that are kept: a registry in blocks of ten has some thirty.
@@ -50,16 +52,26 @@ class RoutingSetup:
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        embedder = ensure_embedder(cfg.embedder)
-        self.hashes = {"embedder": embedder.sha256}
-        self.encoder = open_embedder(cfg.embedder, cfg.routing.n_threads)
-        self._cache = EmbeddingCache(self.encoder, embedder.sha256)
+        self.hashes: dict[str, str] = {}
+        self._embedders = functools.cache(self._open)
         self._routers = functools.lru_cache(maxsize=KEPT)(self._new_router)
+
+    def open_all(self) -> None:
+        """Open every encoder now, so that `hashes` has all of them."""
+        for tuned in (False, True):
+            self._embedders(tuned)
+        self.cross_encoder  # noqa: B018
+
+    def _open(self, tuned: bool) -> EmbeddingCache:
+        spec = embedder_spec(self.cfg.routing.tuned_embedder) if tuned else self.cfg.embedder
+        weights = ensure_embedder(spec)
+        self.hashes["tuned_embedder" if tuned else "embedder"] = weights.sha256
+        return EmbeddingCache(open_embedder(spec, self.cfg.routing.n_threads), weights.sha256)
 
     @functools.cached_property
     def cross_encoder(self) -> CrossEncoder:
         """Opened, and converted if need be, when a gate first needs it."""
-        weights = ensure_cross_encoder(_base(), ROOT / self.cfg.routing.cross_encoder)
+        weights = ensure_cross_encoder(embedder_spec(BASE), ROOT / self.cfg.routing.cross_encoder)
         self.hashes["cross_encoder"] = weights.sha256
         return CrossEncoder(weights.path, self.cfg.routing.n_threads, PAIR_TOKENS)
 
@@ -72,8 +84,10 @@ class RoutingSetup:
                     abstain_below: float | None) -> Router:
         dense = None
         if system != "bm25":
+            embedder = self._embedders(TUNED in system)
             text = description_text if system == NO_NAME else document_text
-            dense = Dense(self.encoder, self.vectors([text(tool) for tool in tools]))
+            # Queries are embedded anew every time, as they come; only documents are looked up.
+            dense = Dense(embedder.encoder, embedder.embed_documents([text(tool) for tool in tools]))
         gate = None
         if system.endswith("+gate"):
             if tau is None:
@@ -81,10 +95,6 @@ class RoutingSetup:
             gate = Gate(tau, self.cross_encoder, self.cfg.routing.n_candidates)
         retriever = retriever_of("slb" if system == NO_NAME else system, tools, dense)
         return Router(tools, retriever, dense, gate, abstain_below)
-
-    def vectors(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeddings of documents, float32[n, dim], from the cache where they are in it."""
-        return self._cache.embed_documents(texts)
 
     @property
     def isa(self) -> str:
@@ -94,7 +104,13 @@ class RoutingSetup:
         return available_isas()[-1]
 
 
-def _base() -> EmbedderSpec:
-    """What the cross-encoder's adapter is merged into, whatever the embedder is."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / "embedder" / "minilm.yaml"))
-    return EmbedderSpec.model_validate(values, strict=True)
+def embedder_spec(name: str) -> EmbedderSpec:
+    """What `conf/embedder/<name>.yaml` says. Raises ConfigError where there is no such file or it is not valid."""
+    path = CONF / "embedder" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
+        raise ConfigError(f"routing.tuned_embedder: no file conf/embedder/{name}.yaml; there are {known}")
+    try:
+        return EmbedderSpec.model_validate(OmegaConf.to_container(OmegaConf.load(path)), strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
