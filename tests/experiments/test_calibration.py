@@ -37,7 +37,7 @@ def synthetic():
         samples += [sample(ADVERSARIAL, i, factor * margin / 100, right=margin > 1, system=system)
                     for i, margin in enumerate((7, 3, 10, 1, 5, 2, 9, 4, 8, 6))]
         samples += [sample(DEVELOPMENT, i, factor * margin, right, cosine, system=system) for i, (margin, right, cosine)
-                    in enumerate(((0.01, False, 0.65), (0.02, True, 0.75), (0.03, True, 0.9), (0.03, False, 0.8),
+                    in enumerate(((0.01, False, 0.61), (0.02, True, 0.75), (0.03, True, 0.9), (0.03, False, 0.8),
                                   (0.30, True, 0.71)))]
         samples += [sample(DEVELOPMENT, 5 + i, 0.0, False, cosine, False, system)
                     for i, cosine in enumerate((0.6, 0.71))]
