@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nexus.collect import collect
 from nexus.config import ROOT, Config
@@ -13,6 +14,9 @@ from nexus.listing import listing_path, load_listing, write_listing
 from nexus.registry import Tool, load_registry
 from nexus.route import GATED, SYSTEMS, Route, RouteError
 from nexus.routing_setup import RoutingSetup, thresholds_of
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 # Longest part of a description that a table line shows.
 SHOWN = 60
@@ -69,7 +73,6 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
         return f"no tool of {len(tools)} shares anything with the query"
     from rich.console import Console
     from rich.table import Column, Table
-    from rich.text import Text
 
     # A name is never cut: it is what a reader looks for.
     table = Table("#", "server", Column("tool", overflow="fold"), "score",
@@ -78,7 +81,7 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
         cross = "–" if c.cross_score is None else f"{c.cross_score:.2f}"
         text = " ".join(c.tool.description.split())
         # As Text: a string's brackets would be read as markup.
-        table.add_row(*map(Text, (str(i), c.tool.server or "–", c.tool.name, f"{c.score:.4f}",
+        table.add_row(*map(_cell, (str(i), c.tool.server or "–", c.tool.name, f"{c.score:.4f}",
                                   *([cross] if route.gate_fired else []),
                                   text[:SHOWN] + ("…" if len(text) > SHOWN else ""))))
     console = Console()
@@ -95,3 +98,10 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
     if route.abstained:
         told.append(f"Probably no tool fits: the nearest has a cosine of {route.best_cosine:.2f}.")
     return captured.get() + "\n".join(told)
+
+
+def _cell(text: str) -> Text:
+    """The text as it may stand in a terminal: a listing is other people's and may hold control characters."""
+    from rich.text import Text
+
+    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))

@@ -194,6 +194,27 @@ def test_training_raises_recall(toy_folder):
 
 
 @needs_jax
+def test_cross_validation_asks_what_was_left_out(toy_folder, monkeypatch):
+    tools = [replace(tool, server="github" if index < 5 else "grafana") for index, tool in enumerate(TOOLS)]
+    cases = [RoutingCase(word, f"{word} toner", tools[index].identity) for index, word in enumerate(WORDS)]
+    cases[0] = replace(cases[0], also=(tools[6].identity,))
+    model = train_embedder.Embedder(toy_folder, SMALL)
+    trained, train = [], model.train
+
+    def watched(texts, chosen, allowed, *rest):
+        trained.append((list(chosen), allowed.tolist()))
+        return train(texts, chosen, allowed, *rest)
+
+    monkeypatch.setattr(model, "train", watched)
+    rows = list(train_embedder.cross_validated(model, tools, cases, 0, strengths=(0.0, 1.0)))
+    assert [(row["set"], row["strength"], row["n"]) for row in rows] == [
+        ("queries", 0.0, 2), ("queries", 1.0, 2), ("servers", 0.0, 3), ("servers", 1.0, 3)]
+    assert len(trained[0][0]) == 6 and all(trained[0][1])
+    # The first query has a right tool among those left out.
+    assert trained[1] == ([1, 2, 3, 4], [True] * 5 + [False] * 3)
+
+
+@needs_jax
 def test_other_right_tools_of_a_query_do_not_count():
     scores, right = np.array([[2.0, 1.0, 0.5]]), np.array([[True, False, False]])
     barred = np.array([[False, True, False]])

@@ -107,7 +107,7 @@ def test_systems_are_made_by_name():
         (lambda: Router(TOOLS, Listed()).route(" \n"), "the query is blank"),
         (lambda: Router(TOOLS, Listed(), gate=Gate(0.1, None, 1)), "n_candidates is 1"),
         (lambda: Router(TOOLS, Listed(), abstain_below=0.1), "abstain_below compares cosines"),
-        (lambda: retriever_of("sbl", TOOLS, None), "system 'sbl' is unknown; use one of slb, bm25"),
+        (lambda: retriever_of("sbl", TOOLS, None), "system 'sbl' is unknown; use one of slb, slb-tuned"),
         (lambda: retriever_of("hybrid", TOOLS, None), "system 'hybrid' needs the embeddings"),
     ],
 )

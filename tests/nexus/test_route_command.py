@@ -212,3 +212,7 @@ def test_how_many_is_a_number_from_one_on(nexus, top):
     with pytest.raises(SystemExit) as end:
         nexus(QUERY, "--top", top)
     assert end.value.code == 2
+
+
+def test_control_characters_of_a_listing_do_not_reach_the_terminal():
+    assert route_command._cell("a\x1b[31m\u202eb 按").plain == "a\ufffd[31m\ufffdb 按"

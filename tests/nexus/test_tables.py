@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import repair_artifacts as synthetic
+import routing_artifacts
 from experiments import tables as experiment
 from nexus import artifact, tables
 from nexus.config import compose, validate
@@ -277,8 +278,12 @@ def test_layouts_show_refusals_once_and_divergence_by_depth():
     assert len(divergence) == 4 and divergence[0]["n_past 256"] == "0.257 [0.180, 0.334]"
 
 
+ROUTING = ("table4", "generalisation", "scan")
+
+
 def write_all(out, cfg):
-    """The five artifacts in `out`, in the form that experiments write."""
+    """All artifacts that tables are written from in `out`, in the form that experiments write."""
+    routing_artifacts.write(out, cfg)
     for make, _ in RENDERED.values():
         made = make()
         artifact.write(out / f"{made['experiment']}.json", experiment=made["experiment"],
@@ -293,7 +298,7 @@ def test_the_experiment_writes_every_table_and_the_same_bytes_twice(tmp_path):
     write_all(tmp_path, cfg)
     folder = experiment.run(cfg, tmp_path)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert sorted(first) == sorted(f"{name}.md" for name in RENDERED) and folder == tmp_path / "tables"
+    assert sorted(first) == sorted(f"{name}.md" for name in (*RENDERED, *ROUTING)) and folder == tmp_path / "tables"
     experiment.run(cfg, tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
 
