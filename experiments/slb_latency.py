@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import importlib
 import sys
 import time
@@ -106,6 +107,8 @@ class Faiss:
     package, slow = "faiss-cpu", False
 
     def __init__(self, codes: np.ndarray):
+        # It reports at INFO which of its libraries it loads.
+        logging.getLogger("faiss").setLevel(logging.WARNING)
         import faiss
 
         faiss.omp_set_num_threads(1)
