@@ -18,7 +18,7 @@ help:
 	@echo "make doctor   check this machine and installation"
 	@echo "make install  create .venv from requirements.txt; [PYTHON=python3.12]"
 	@echo "make params   write params.yaml from conf/"
-	@echo "make lock     write requirements.txt from pyproject.toml (needs uv)"
+	@echo "make lock     write requirements.txt and requirements-train.txt from pyproject.toml (needs uv)"
 	@echo "make clean    remove measured cells, stamps, caches and results of other profiles than full"
 
 repro: install
@@ -43,6 +43,8 @@ lock:
 	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
 		--python-version 3.11 --extra build --extra peers --extra test pyproject.toml -o requirements.txt
 	sed -i.bak 's/^cpycppyy==/CPyCppyy==/' requirements.txt && rm requirements.txt.bak
+	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
+		--python-version 3.11 --extra train --constraint requirements.txt pyproject.toml -o requirements-train.txt
 
 clean:
 	rm -rf .nexus/cells .nexus/blocks .nexus/done .nexus/stamp .nexus/sweeps .nexus/hydra results/*.quick results/multirun
