@@ -43,8 +43,10 @@ lock:
 	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
 		--python-version 3.11 --extra build --extra peers --extra test pyproject.toml -o requirements.txt
 	sed -i.bak 's/^cpycppyy==/CPyCppyy==/' requirements.txt && rm requirements.txt.bak
-	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
-		--python-version 3.11 --extra train --constraint requirements.txt pyproject.toml -o requirements-train.txt
+	$(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+		print(*project['optional-dependencies']['train'], sep='\n')" | \
+		uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
+		--python-version 3.11 --constraint requirements.txt - -o requirements-train.txt
 
 clean:
 	rm -rf .nexus/cells .nexus/blocks .nexus/done .nexus/stamp .nexus/sweeps .nexus/hydra results/*.quick results/multirun
