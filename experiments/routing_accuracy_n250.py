@@ -38,7 +38,9 @@ class Bench(RoutingBench):
     def __init__(self, cfg: Config, out: Path):
         super().__init__(cfg, out)
         self.section = cfg.routing_accuracy_n250
-        self.cases = self.cases_of(cfg.workload.routing.evaluation)[:self.section.n_queries]
+        # A registry is built around the right tool, so that a query needs one.
+        answerable = [case for case in self.cases_of(cfg.workload.routing.evaluation) if case.tool is not None]
+        self.cases = answerable[:self.section.n_queries]
         self.order = ordered(self.tools, cfg.seed)
         self.sizes = sorted({min(n, len(self.tools)) for n in self.section.n_tools}
                             | ({len(self.tools)} if self.section.all_tools else set()))

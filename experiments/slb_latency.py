@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import importlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -68,8 +68,8 @@ Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
 Depths = Annotated[list[Count], NotEmpty, Ascending]
 # nexus/route.py says what these names mean.
-SystemName = Literal["slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "slb+gate", "hybrid+gate",
-                     "hybrid-tuned+gate"]
+SystemName = Literal["slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "slb+gate", "slb-tuned+gate",
+                     "hybrid+gate", "hybrid-tuned+gate"]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
 # nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
 # for its configuration alone.

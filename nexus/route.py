@@ -29,7 +29,7 @@ RRF_K = 60
 FUSED_DEPTH = 50
 # In the embedder that was tuned on tool queries instead of the configured one.
 TUNED = "-tuned"
-GATED = ("slb+gate", "hybrid+gate", "hybrid-tuned+gate")
+GATED = ("slb+gate", "slb-tuned+gate", "hybrid+gate", "hybrid-tuned+gate")
 SYSTEMS = ("slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", *GATED)
 
 
