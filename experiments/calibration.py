@@ -37,7 +37,7 @@ class Bench(RoutingBench):
         system, which = cell.inputs["system"], cell.inputs["set"]
         router = self.router(system.removesuffix("+gate"), self.tools)
         samples = []
-        for case in self.cases_of(getattr(self.cfg.workload.routing, which)):
+        for case in self.cases_of(getattr(self.cfg.workload.routing, which), known_only=True):
             route = router.route(case.query, 2)
             samples.append({"system": system, "set": which, "case": case.id, "answerable": case.tool is not None,
                             "margin": route.margin or 0.0, "best_cosine": route.best_cosine,

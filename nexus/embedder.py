@@ -2,7 +2,7 @@
 
 A GGUF of the right SHA-256 is the embedder, whoever brings it. Where a model is not published as GGUF, `source` says
 which files it is made of: they are fetched, each checked by its own hash, converted (nexus/minilm.py) and the result is
-checked again. The conversion is deterministic for the package versions in requirements.lock.
+checked again. The conversion is deterministic for the package versions in requirements.txt.
 """
 from __future__ import annotations
 

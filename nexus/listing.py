@@ -41,8 +41,8 @@ def load_listing(spec: RegistrySpec, listing: Path | str | None = None) -> Regis
     """
     path = Path(listing) if listing is not None and spec.path is None else listing_path(spec)
     if spec.path is None and not path.is_file():
-        raise RegistryError(f"{path}: registry {spec.name} is not collected yet; collect it first, or give your own "
-                            "tools with registry=file registry.path=...")
+        raise RegistryError(f"{path}: registry {spec.name} is not collected yet; collect it with .venv/bin/python -m "
+                            "experiments.registry, or give your own tools with registry=file registry.path=...")
     return load_registry(path)
 
 

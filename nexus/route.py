@@ -81,7 +81,10 @@ class Retriever(Protocol):
 
 
 class Dense:
-    """Embeddings of all tools in the INT8 buffer; remembers time and best score of the newest scan."""
+    """Embeddings of all tools in the INT8 buffer; remembers time and best score of the newest scan.
+
+    Not to be shared by threads: encoders are not, either.
+    """
 
     def __init__(self, encoder: Encoder, vectors: np.ndarray, *, isa: str | None = None):
         self.encoder, self.lookaside = encoder, Lookaside(vectors, isa=isa)
@@ -152,7 +155,8 @@ class Router:
         scan_us, best = (self.dense.last_scan_us, self.dense.last_best) if self.dense else (None, None)
         abstained = self.abstain_below is not None and best < self.abstain_below
         retrieved = [self.tools[index] for index, _ in found[:top]]
-        return Route(candidates[:top], retrieved, margin, fired, abstained, best, scan_us, (time.perf_counter_ns() - begin) / 1e6)
+        total_ms = (time.perf_counter_ns() - begin) / 1e6
+        return Route(candidates[:top], retrieved, margin, fired, abstained, best, scan_us, total_ms)
 
     def _reranked(self, query: str, found: list[tuple[int, float]]) -> list[Candidate]:
         """The candidates, the first few in the cross-encoder's order; equal logits keep the retriever's order."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from nexus.tool_document import description_text, document_text
 NO_NAME = "slb-no-name"
 # What the cross-encoder's adapter is merged into, whatever the embedder is.
 BASE = "minilm"
-# Length of a pair that the cross-encoder was trained with, in tokens.
+# Longest pair that the cross-encoder reads, in tokens; longer documents lose their end.
 PAIR_TOKENS = 128
 # Routers that are kept: a registry in blocks of ten has some thirty.
 KEPT = 64
@@ -41,7 +42,13 @@ class Thresholds:
 
 def thresholds_of(cfg: Config, out: Path) -> dict[str, Thresholds]:
     """By gated system, from `<out>/calibration.json`. Raises MissingArtifact, which names the command that makes it."""
-    rows = tables.stored(cfg, out, "calibration")["rows"]
+    calibration = tables.stored(cfg, out, "calibration")
+    for section in ("registry", "embedder"):
+        theirs, mine = calibration["config"][section]["name"], getattr(cfg, section).name
+        if theirs != mine:
+            print(f"thresholds are those of {section} {theirs}, not of {mine}; run the experiment calibration with "
+                  f"your settings for your own", file=sys.stderr)
+    rows = calibration["rows"]
     taus = {row["system"]: row["threshold"] for row in tables.at(rows, kind="gate")}
     cosines = {row["system"]: row["threshold"] for row in tables.at(rows, kind="abstention") if row["chosen"]}
     return {system: Thresholds(tau, cosines[system]) for system, tau in taus.items()}

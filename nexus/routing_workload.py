@@ -16,6 +16,10 @@ KEYS = ("id", "query", "server", "tool", "args", "wording", "also", "confusable"
 WORDINGS = ("own", "paraphrase")
 
 
+class UnknownTool(WorkloadError):
+    """A case names a tool that the registry does not have."""
+
+
 @dataclass(frozen=True)
 class RoutingCase:
     """One query and what answers it."""
@@ -40,10 +44,10 @@ class RoutingCase:
         return tool.identity in (self.tool, *self.also)
 
 
-def load_cases(path: str | Path, tools: Sequence[Tool]) -> list[RoutingCase]:
+def load_cases(path: str | Path, tools: Sequence[Tool], known_only: bool = False) -> list[RoutingCase]:
     """The cases of a JSON-lines file in file order; an absent id becomes "line-<number>".
 
-    A tool without "server" must be the only one of its name. Raises WorkloadError naming the line for anything else
+    `known_only` passes over cases that name a tool which is not among `tools`. A tool without "server" must be the only one of its name. Raises WorkloadError naming the line for anything else
     than FORM, unknown and ambiguous tools, repeated ids and repeated queries.
     """
     path = Path(path)
@@ -58,7 +62,12 @@ def load_cases(path: str | Path, tools: Sequence[Tool]) -> list[RoutingCase]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        case = _case(where, number, line, known, bearers)
+        try:
+            case = _case(where, number, line, known, bearers)
+        except UnknownTool:
+            if known_only:
+                continue
+            raise
         for kind, value in (("id", case.id), ("query", " ".join(case.query.lower().split()))):
             if (kind, value) in lines:
                 raise WorkloadError(f"{where}: {kind} {value!r} is already used in line {lines[kind, value]}; "
@@ -76,7 +85,8 @@ def registry_around(order: Sequence[Tool], identity: Identity, n: int) -> list[T
     `order` has fewer tools than n or not this one.
     """
     if not 1 <= n <= len(order):
-        raise WorkloadError(f"a registry of {n} tools is asked for and there are {len(order)}; ask for 1 to {len(order)}")
+        raise WorkloadError(f"a registry of {n} tools is asked for and there are {len(order)}; ask for 1 to "
+                            f"{len(order)}")
     at = next((i for i, tool in enumerate(order) if tool.identity == identity), None)
     if at is None:
         raise WorkloadError(f"tool {identity[1]!r} of server {identity[0]!r} is not in the registry")
@@ -141,4 +151,4 @@ def _identity(where: str, server: Any, name: str, known: dict[Identity, Tool],
                             "all have one; give its \"server\"")
     elsewhere = f"; server {same[0][0]!r} has one of this name" if same else ""
     of = f" of server {server!r}" if server is not None else ""
-    raise WorkloadError(f"{where}: unknown tool {name!r}{of}{elsewhere}; name a tool of the registry")
+    raise UnknownTool(f"{where}: unknown tool {name!r}{of}{elsewhere}; name a tool of the registry")
