@@ -1,7 +1,7 @@
 """The registry that routing is measured on: what real MCP servers list, or a user's file, in one canonical form.
 
 The listing is other people's text: it stays in DVC's cache and is never committed. A server that fails is reported and
-does not lose the others.
+does not lose the others; `metrics/registry.json` counts what is missing.
 """
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def run(cfg: Config, out: Path) -> Path:
     path = out / f"{NAME}.json"
     write_listing(path, tools)
     servers = Counter(tool.server or "unnamed" for tool in tools)
-    write_metrics(out, NAME, {"tools": len(tools), "left_out": len(failures), "servers": dict(servers)})
+    missing = [server.name for server in spec.servers if server.name not in servers]
+    if missing:
+        print(f"{NAME}: WITHOUT {', '.join(missing)}: queries for their tools will be refused; force=true collects "
+              "again", file=sys.stderr)
+    write_metrics(out, NAME, {"tools": len(tools), "left_out": len(failures), "missing_servers": len(missing),
+                               "servers": dict(servers)})
     print(f"{NAME}: {len(tools)} tools of {len(servers)} servers; {len(failures)} entries left out")
     return path
 

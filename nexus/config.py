@@ -31,7 +31,7 @@ EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repa
                "routing_accuracy_n250", "routing_generalisation")
 ROUTING = ("registry", "embedder", "routing")
 NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",), "calibration": ROUTING,
-         "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING, "collect_registry": ("registry",)}
+         "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING}
 # Of the workload, these are read by routing alone.
 ROUTING_TEXTS = ("path", "routing")
 # What most experiments read and these do not.
@@ -99,11 +99,11 @@ class RoutingQueries(_Section):
     evaluation: Text
     """What accuracy is measured on; nothing is tuned on these."""
     adversarial: Text
-    """Confusable pairs, which calibrate the gate."""
+    """Confusable pairs, which calibrate the gate and, with `development`, choose the default."""
     development: Text
-    """What choices between systems are made on."""
+    """What choices between systems are made on, and the gate's fire rate and abstention are measured on."""
     training: Text
-    """What the cross-encoder learns from."""
+    """What cross-encoder and tuned embedder learn from, and the threshold of abstention is chosen on."""
 
 
 class Workload(_Section):
@@ -279,8 +279,8 @@ class RoutingAccuracy(_Section):
     """Systems without a language model."""
     baselines: Annotated[list[Literal["concat_all", "rag_mcp"]], Unique]
     """Systems in which the language model reads schemas and names a tool."""
-    rag_k: Count
-    """Schemas that rag_mcp reads."""
+    rag_k: Annotated[int, Field(ge=3)]
+    """Schemas that rag_mcp reads; with fewer its recall@3 would not be one."""
     n_queries: Count
     """Evaluation queries, in file order."""
     n_ctx: Count

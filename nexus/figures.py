@@ -250,7 +250,8 @@ def figure5(artifact: dict, published: dict) -> Figure:
         panel.set_axisbelow(True)
         n = max((row["accuracy"]["n"] for row in rows if row["accuracy"]), default=0)
         figure.suptitle(f"Choosing among more tools: {n} queries, each asked at every size, {level_text(artifact)} "
-                        f"Wilson intervals\nbaselines read schemas with {artifact['tuple']['model']}", fontsize=10,
+                        f"Wilson intervals\nbaselines read schemas with {artifact['tuple']['model']} in a window of "
+                        f"{artifact['config']['routing_accuracy_n250']['n_ctx']} tokens", fontsize=10,
                         x=0.01, ha="left")
         _legend_below(figure, handles, ncols=2)
     return figure

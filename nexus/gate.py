@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Point:
-    """What a threshold does: of the queries above it, how many there are and how many of these are wrong."""
+    """What a threshold does: of the queries whose margin is at least it, how many there are and how many are wrong."""
 
     threshold: float
     n_covered: int

@@ -58,8 +58,6 @@ def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
             cached=frozenset(fill(item) for item in definition.get("outs", []) if isinstance(item, str)),
         )
         for name, definition in _load(root / PIPELINE)["stages"].items()
-        # Training is a stage of no run and is asked for by name.
-        if not definition.get("frozen")
     ]
 
 
@@ -73,7 +71,7 @@ def verify(root: Path = ROOT) -> list[str]:
     locked = _load(root / LOCK).get("stages", {})
     problems = []
     default = validate(compose()).run_name
-    for run in sorted({default} | locked_runs(root)):
+    for run in sorted({default} | {name.partition("@")[2] for name in locked}):
         mine = {name: entry for name, entry in locked.items() if name.partition("@")[2] == run}
         cfg = _config_of(run)
         expected = {} if cfg is None else {stage.name: stage for stage in stages(cfg, root)}
@@ -98,7 +96,7 @@ def drop_runs(keep: Iterable[str], root: Path = ROOT) -> None:
     # As DVC writes it.
     yaml.default_flow_style = False
     content = yaml.load(path) or {}
-    others = [name for name in content.get("stages", {}) if _run_of(name) not in keep | {None}]
+    others = [name for name in content.get("stages", {}) if name.partition("@")[2] not in keep]
     if not others:
         return
     for name in others:
@@ -115,12 +113,7 @@ def locked_runs(root: Path = ROOT) -> set[str]:
     """The names of the runs that `dvc.lock` has entries of."""
     if not (root / LOCK).is_file():
         return set()
-    return {run for name in (_load(root / LOCK) or {}).get("stages", {}) if (run := _run_of(name)) is not None}
-
-
-def _run_of(name: str) -> str | None:
-    """The run of a locked stage; None for one that belongs to no run."""
-    return name.partition("@")[2] or None
+    return {name.partition("@")[2] for name in (_load(root / LOCK) or {}).get("stages", {})}
 
 
 def _load(path: Path) -> Any:

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from nexus import artifact, provenance
 from nexus.canonical import write_atomically
 from nexus.cells import Cell, CellStore, Samples, run_cells
-from nexus.config import CONF, ROOT, Config, ConfigError, as_config_error, from_hydra, load_params
+from nexus.config import CONF, NEEDS, ROOT, ROUTING, Config, ConfigError, as_config_error, from_hydra, load_params
 from nexus.locks import exclusive
 from nexus.progress import progress
 from nexus.sources import code_sha256, sampling_sha256
@@ -133,6 +133,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
             "llama_cpp": provenance.version("llama-cpp-python"),
             "cpu": provenance.cpu_model(),
             "models": _models(name, cfg),
+            "files": [_file_sha256(path) if path.is_file() else None for path in _others(name, cfg, out)],
         }
         path = out / f"{name}.json"
         if not cfg.force and _is_current(record, inputs, path):
@@ -248,6 +249,19 @@ def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
 def _models(name: str, cfg: Config) -> list[str]:
     """Hashes of the files that describe the other models an experiment covers."""
     return [_file_sha256(CONF / "model" / f"{model}.yaml") for model in cfg.layouts.also] if name == "layouts" else []
+
+
+def _others(name: str, cfg: Config, out: Path) -> list[Path]:
+    """Further files that the results depend on: listing, thresholds, adapters, locks of servers."""
+    if name == "registry":
+        locks = [server.requirements for server in cfg.registry.servers if server.requirements]
+        return [ROOT / path for path in (locks if cfg.registry.path is None else [cfg.registry.path])]
+    if NEEDS.get(name) != ROUTING:
+        return []
+    embedders = [CONF / "embedder" / f"{embedder}.yaml" for embedder in (cfg.embedder.name, cfg.routing.tuned_embedder)]
+    thresholds = [] if name == "calibration" else [out / "calibration.json"]
+    return [out / "registry.json", ROOT / (cfg.registry.path or ""), *thresholds, ROOT / cfg.routing.cross_encoder,
+            *embedders]
 
 
 def _file_sha256(path: Path) -> str:

@@ -88,4 +88,5 @@ def _lines(member: str, known: tuple[str, int], folder: Path) -> list[dict]:
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
         path.unlink()
         raise WeightsError(f"{member} of {PACKAGE} {VERSION} has the SHA-256 {found}, expected {sha256}; run again")
-    return [json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip()]
+    # Not str.splitlines: it would also split at U+2028, which JSON allows inside a string.
+    return [json.loads(line) for line in content.decode("utf-8").split("\n") if line.strip()]

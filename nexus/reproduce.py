@@ -77,9 +77,7 @@ def reproduce(model: str | None = None, profile: str | None = None, force: bool 
             # The inputs as they are before the run: what changes meanwhile counts as not measured.
             inputs = _inputs(cfg, plan)
             made_here = before.get("inputs") == inputs
-            # By name: a stage that trains is no part of a run, not even when everything is done anew.
-            _dvc("repro", *([] if made_here and not force else ["--force"]), "--single-item",
-                 *(stage.name for stage in plan))
+            _dvc("repro", *([] if made_here and not force else ["--force"]))
         finally:
             _write_params(params_text())
             # Runs that git ignores leave no trace in a committed file; their stamp remembers them.

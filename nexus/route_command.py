@@ -31,10 +31,16 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         raise RouteError(f"--system {system} is unknown; use one of {', '.join(SYSTEMS)}")
     tools = _tools(args, cfg, out)
     setup = RoutingSetup(cfg)
-    found = thresholds_of(cfg, out)[system] if system in GATED else None
+    thresholds = thresholds_of(cfg, out) if system in GATED else {}
+    if system in GATED and system not in thresholds:
+        raise RouteError(f"{out / 'calibration.json'} has no threshold of {system}; make it again with "
+                         ".venv/bin/python -m experiments.calibration")
+    found = thresholds.get(system)
     router = setup.router(system, tools, found and found.tau, found and found.abstain_below)
     # The first decode of a context allocates; a user's second query is what a server would see.
     router.route("warm up")
+    if system in GATED:
+        setup.cross_encoder.score("warm up", ["warm up"])
     loading = time.monotonic() - begin
     route = router.route(args.query, args.top)
     print(_as_json(route, system) if args.json else _as_text(route, system, found and found.tau, tools, loading))
@@ -56,6 +62,12 @@ def _tools(args: argparse.Namespace, cfg: Config, out: Path) -> list[Tool]:
             found = collect(cfg.registry)
             for failure in found.failures:
                 print(f"nexus: left out {failure}", file=sys.stderr)
+            if not found.tools:
+                raise RouteError(f"registry {cfg.registry.name}: no tool was collected; mend what is reported above")
+            if any(failure.tool is None for failure in found.failures):
+                print("nexus: a server is missing, so the listing is not kept and is collected anew next time",
+                      file=sys.stderr)
+                return found.tools
             write_listing(path, found.tools)
     return load_listing(cfg.registry, path).tools
 

@@ -63,7 +63,7 @@ def _choices(choices: dict[str, dict[str, Any]]) -> str:
     """One line per system, one column per number of tools; keys are `<system>.<N>`."""
     shares = {tuple(key.rsplit(".", 1)): values.get("accuracy") for key, values in choices.items()}
     sizes = sorted({int(size) for _, size in shares})
-    lines = ["Right tool chosen, %, by number of tools; - does not fit the context"]
+    lines = ["Right tool chosen, %, by number of tools; - does not fit the configured window"]
     lines.append(f"  {'system':<14}" + "".join(f"{size:>7}" for size in sizes))
     for system in dict.fromkeys(system for system, _ in shares):
         told = (shares.get((system, str(size))) for size in sizes)
