@@ -64,7 +64,9 @@ def accuracy(sizes=SIZES, default=DEFAULT, level=0.95, systems=ROUTED | BASELINE
                              "accuracy_minus_rag_mcp": paired(0.15, level=level), "mcnemar_p_rag_mcp": 0.002,
                              "accuracy_minus_fewest": paired(-0.02 * i / max(1, len(sizes) - 1), level=level),
                              "mcnemar_p_fewest": 0.5}
-    return envelope("routing_accuracy_n250", rows) | {"config": {"routing": {"system": default}}}
+    return envelope("routing_accuracy_n250", rows) | {"config": {
+        "routing": {"system": default, "n_threads": 1}, "runtime": {"n_threads": 2},
+        "routing_accuracy_n250": {"n_ctx": 16384}}}
 
 
 def calibration(level=0.95, systems=("slb+gate", DEFAULT)):
@@ -85,6 +87,9 @@ def calibration(level=0.95, systems=("slb+gate", DEFAULT)):
             rows.append({"system": system, "set": "development", "kind": "abstention", "threshold": threshold,
                          "chosen": threshold == 0.36, "refused_unanswerable": share(2 * threshold, 10, level),
                          "refused_answerable": share(threshold / 6, 90, level)})
+    for i, system in enumerate(("slb", DEFAULT)):
+        rows.append({"system": system, "set": "adversarial+development", "kind": "selection", "threshold": 0.0,
+                     "accuracy": share(0.5 + 0.2 * i, 150, level)})
     return envelope("calibration", rows)
 
 
@@ -130,7 +135,7 @@ def generalisation(level=0.95):
                          "fire_rate": share(0.3, 400, level) if system.endswith("+gate") else None}
                         | {f"top{k}_recall": share(min(1, base - 0.1 * i + 0.02 * k), 400, level) for k in (1, 3, 5)}
                         | others)
-    return envelope("routing_generalisation", rows)
+    return envelope("routing_generalisation", rows) | {"config": {"routing": {"system": DEFAULT}}}
 
 
 MAKERS = {"routing_accuracy_n250": accuracy, "calibration": calibration, "slb_latency": latency,

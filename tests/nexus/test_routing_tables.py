@@ -206,3 +206,36 @@ def test_every_routing_artifact_is_needed(tmp_path, name):
     with pytest.raises(tables.MissingArtifact, match=f"{name}.json is missing; make it with: .*experiments.{name} "):
         experiment.run(cfg, tmp_path)
     assert not (tmp_path / "tables").exists()
+
+
+def test_the_choice_of_the_default_is_told_best_first():
+    text = table4()
+    part = text.partition("## What the default was chosen by")[2].partition("##")[0]
+    told = [line.split("|")[1:3] for line in part.splitlines() if line.startswith("| `")]
+    assert [name.strip() for name, _ in told] == [f"`{DEFAULT}` (default)", "`slb`"]
+    assert told[0][1].strip().startswith("70.0 [") and told[1][1].strip().startswith("50.0 [")
+
+
+def test_the_scans_bars_go_by_the_fastest_kernel_and_the_nearest_peer():
+    text = routing_tables.scan(synthetic.latency())
+    assert "- 250 × 384: 2.00 [1.90, 2.10] times as fast as the nearest peer (numkong), at least 1.5 times as fast: yes" in (
+        text)
+    assert "- 100000 × 384: 2.00 [1.90, 2.10] times as fast as the nearest peer (numkong), not slower" in text
+    slow = synthetic.latency()
+    for row in slow["rows"]:
+        if row["impl"] == "nexus" and row["n_vectors"] == 100_000:
+            row["speedup_vs_numkong"] = {**row["speedup_vs_numkong"], "value": 1.02, "ci_low": 0.97, "ci_high": 1.1}
+    assert "- 100000 × 384: 1.02 [0.970, 1.10] times as fast as the nearest peer (numkong), not slower, by the lower " \
+           "bound: NO" in routing_tables.scan(slow)
+
+
+@pytest.mark.parametrize(("difference", "p", "verdict"), [(0.1, 0.01, "better"), (-0.1, 0.01, "worse"),
+                                                          (-0.1, 0.2, "no different")])
+def test_whether_the_default_is_worse_on_public_sets_goes_by_the_paired_test(difference, p, verdict):
+    made = synthetic.generalisation()
+    for row in made["rows"]:
+        if row["system"] == DEFAULT:
+            row["top1_minus_hybrid"] = {**row["top1_minus_hybrid"], "value": difference}
+            row["mcnemar_p_hybrid"] = p
+    text = routing_tables.generalisation(made)
+    assert text.count(f": {verdict}.") == 2 and f"`{DEFAULT}`" in text
