@@ -30,8 +30,8 @@ def table4(routing: dict[str, Any], calibration: dict[str, Any], latency: dict[s
         f"described system, `{system}` this project's default, chosen on other queries (below).",
         "A router's choice takes the time from the query's text to ranked tools, on "
         f"{routing['config']['routing']['n_threads']} thread. A baseline's is from tokens at hand to the first token "
-        f"of the name, on {routing['config']['runtime']['n_threads']} threads, without `rag_mcp`'s retrieval and without "
-        "what an earlier query left resident (`concat_all`: all schemas but for the first query). Where a larger "
+        f"of the name, on {routing['config']['runtime']['n_threads']} threads, without `rag_mcp`'s retrieval and "
+        "without what an earlier query left resident (`concat_all`: all schemas but for the first query). Where a larger "
         "registry offers the same schemas, the choice is not made again and its time is the first one's.",
         _beside(rows, system, calibration, latency, claims, routing["config"]["routing_accuracy_n250"]["n_ctx"]),
         "## Against the bars",
@@ -54,8 +54,8 @@ def generalisation(artifact: dict[str, Any]) -> str:
         heading("Routing of tools and queries that it was not made for", artifact),
         "Public function-calling sets over one registry of all their functions; nothing was trained on them, but the "
         "strength of the embedder's tuning was chosen with a look at parts of them. Recall in %, of the final order, "
-        "behind the gate; the difference from plain rank fusion (`hybrid`) is in percentage points on the same queries, "
-        "with McNemar's exact p.",
+        "behind the gate; the difference from plain rank fusion (`hybrid`) is in percentage points on the same "
+        "queries, with McNemar's exact p.",
         _worse(artifact),
         markdown(["set", "N", "system", "recall@1", "recall@3", "recall@5", "recall@1 minus hybrid", "p", "gate fires",
                   "choice, ms", "n"], lines))

@@ -229,7 +229,8 @@ def table3(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
         cold, warm = (_found(scheduled, key | {"protocol": protocol}) for protocol in ("cold", "warm"))
         said = MISSING if not claim else "{} [{}, {}]".format(*map(number, (claim["speedup"], *claim["ci"])))
         lines.append([f"{key['curve_k']:g}", key["n_past"], f"{(warm or cold or claim)['r_pct']:.3g}", said,
-                      cell(cold.get("speedup")), _without_one(cold), cell(warm.get("speedup")), *_fidelity(warm or cold),
+                      cell(cold.get("speedup")), _without_one(cold), cell(warm.get("speedup")),
+                      *_fidelity(warm or cold),
                       *(cell(row.get("latency_per_ideal")) for row in (cold, warm)),
                       counts(cold.get("speedup"), warm.get("speedup"), (warm or cold).get("dkl_nats"))])
     fidelity = ["KL query, nats", "KL block end, nats", "top-1 query, %", "top-1 block end, %"]
@@ -241,13 +242,15 @@ def table3(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
         heading("Table III: time to first token of a spliced and repaired block", artifact),
         "Speed-up is prefill time over splice time, so that more than 1 gains. Cold starts with an empty cache, warm "
         "with the context resident; the cold peers `prefix-reuse` and `group-cache` find what they cache resident and "
-        "stand beside the same cold prefill. Latency / ideal is 1 where a decoded token costs what it costs in a prefill. KL is "
+        "stand beside the same cold prefill. Latency / ideal is 1 where a decoded token costs what it costs in a prefill. "
+        "KL is "
         "from a full prefill, in nats, read behind the query and right behind the block (of the warm runs where there "
         f"are any). Published: {claims['protocol']}, {claims['trials']} trials, intervals as printed, other model and "
         "machine.",
         "## The schedule R(n)",
-        markdown(["K", "n_past, tokens", "R, % of block", "speed-up, published", "cold speed-up", "cold, one trial left out",
-                  "warm speed-up", *fidelity, "cold latency / ideal", "warm latency / ideal", "n (cold / warm / KL)"], lines),
+        markdown(["K", "n_past, tokens", "R, % of block", "speed-up, published", "cold speed-up",
+                  "cold, one trial left out", "warm speed-up", *fidelity, "cold latency / ideal",
+                  "warm latency / ideal", "n (cold / warm / KL)"], lines),
         _decided([row for row in scheduled if row["protocol"] == "cold"]),
         "## Other arms and peers",
         markdown(["arm", "n_past, tokens", "protocol", "R, % of block", "compiled behind", "prefill, ms", "splice, ms",
@@ -323,7 +326,8 @@ def _latencies(rows: list[Row]) -> list[str]:
     above = sum(metric["value"] > LATENCY_BAR for metric in arms.values())
     cells = sum(row["latency_per_ideal"]["value"] > LATENCY_BAR for row in timed)
     certain = sum((row["latency_per_ideal"]["ci_low"] or 0) > LATENCY_BAR for row in timed)
-    return [f"An arm's time over what its tokens take in the prefill beside it. All depths together, {len(arms) - above} "
+    return [f"An arm's time over what its tokens take in the prefill beside it. All depths together, "
+            f"{len(arms) - above} "
             f"of {len(arms)} arms keep to {LATENCY_BAR:g}. Depth by depth, {cells} of {len(timed)} cells are above it, "
             f"{certain} of them with their whole interval. The slowest arms over all depths:",
             markdown(["arm", "share, %", "compiled behind", "latency / ideal", f"≤ {LATENCY_BAR:g}", "n"],
@@ -351,7 +355,8 @@ def repair_policy(artifact: dict[str, Any]) -> str:
     for n_past in sorted(n_past for (n_past,) in distinct(rows, "n_past")):
         for name in ("calibration", "test"):
             lines += [[n_past, name, f"`{row['arm']}`" + " (taken)" * row["chosen"], f"{row['recompute_pct']:.3g}",
-                       row["compiled_behind"], f"{row['epsilon_nats']:g}", cell(row["dkl_nats"]), number(row["dkl_upper_nats"]),
+                       row["compiled_behind"], f"{row['epsilon_nats']:g}", cell(row["dkl_nats"]),
+                       number(row["dkl_upper_nats"]),
                        cell(row["violation_rate"], 100), cell(row.get("top1"), 100), cell(row.get("noise_floor_nats")),
                        cell(row.get("speedup")), counts(row["dkl_nats"], row.get("speedup"))]
                       for row in at(rows, n_past=n_past, set=name)]
@@ -359,7 +364,8 @@ def repair_policy(artifact: dict[str, Any]) -> str:
     return document(
         heading("Calibrated repair: the promise and its test", artifact),
         "Per depth, arms are tested on the calibration set from the dearest down, each by whether the upper bound of its "
-        "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a full prefill, in nats, behind the query; its upper bound is one-sided. "
+        "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a full "
+        "prefill, in nats, behind the query; its upper bound is one-sided. "
         "A violation is a case above ε, with a Wilson interval. Speed-up is with the context resident. `test` holds "
         "tools, queries and a conversation that calibration has not seen.",
         markdown(["n_past, tokens", "set", "arm", "share, %", "compiled behind", "ε, nats", "mean KL, nats",

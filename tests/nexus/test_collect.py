@@ -2,7 +2,6 @@
 by hand where the SDK's own server would not send what real servers do."""
 import json
 import logging
-import re
 import signal
 import socket
 import subprocess
