@@ -30,8 +30,8 @@ def table4(routing: dict[str, Any], calibration: dict[str, Any], latency: dict[s
         f"described system, `{system}` this project's default, chosen on other queries (below).",
         "A router's choice takes the time from the query's text to ranked tools, on "
         f"{routing['config']['routing']['n_threads']} thread. A baseline's is from tokens at hand to the first token "
-        f"of the name, on {routing['config']['runtime']['n_threads']} threads, without `rag_mcp`'s retrieval and "
-        "without what an earlier query left resident (`concat_all`: all schemas but for the first query). Where a larger "
+        f"of the name, on {routing['config']['runtime']['n_threads']} threads, without `rag_mcp`'s retrieval "
+        "and without what an earlier query left resident (`concat_all`: all schemas but for the first query). Where a larger "
         "registry offers the same schemas, the choice is not made again and its time is the first one's.",
         _beside(rows, system, calibration, latency, claims, routing["config"]["routing_accuracy_n250"]["n_ctx"]),
         "## Against the bars",

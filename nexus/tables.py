@@ -242,9 +242,8 @@ def table3(artifact: dict[str, Any], claims: dict[str, Any]) -> str:
         heading("Table III: time to first token of a spliced and repaired block", artifact),
         "Speed-up is prefill time over splice time, so that more than 1 gains. Cold starts with an empty cache, warm "
         "with the context resident; the cold peers `prefix-reuse` and `group-cache` find what they cache resident and "
-        "stand beside the same cold prefill. Latency / ideal is 1 where a decoded token costs what it costs in a prefill. "
-        "KL is "
-        "from a full prefill, in nats, read behind the query and right behind the block (of the warm runs where there "
+        "stand beside the same cold prefill. Latency / ideal is 1 where a decoded token costs what it costs in a "
+        "prefill. KL is from a full prefill, in nats, read behind the query and right behind the block (of the warm runs where there "
         f"are any). Published: {claims['protocol']}, {claims['trials']} trials, intervals as printed, other model and "
         "machine.",
         "## The schedule R(n)",
@@ -327,8 +326,7 @@ def _latencies(rows: list[Row]) -> list[str]:
     cells = sum(row["latency_per_ideal"]["value"] > LATENCY_BAR for row in timed)
     certain = sum((row["latency_per_ideal"]["ci_low"] or 0) > LATENCY_BAR for row in timed)
     return [f"An arm's time over what its tokens take in the prefill beside it. All depths together, "
-            f"{len(arms) - above} "
-            f"of {len(arms)} arms keep to {LATENCY_BAR:g}. Depth by depth, {cells} of {len(timed)} cells are above it, "
+            f"{len(arms) - above} of {len(arms)} arms keep to {LATENCY_BAR:g}. Depth by depth, {cells} of {len(timed)} cells are above it, "
             f"{certain} of them with their whole interval. The slowest arms over all depths:",
             markdown(["arm", "share, %", "compiled behind", "latency / ideal", f"≤ {LATENCY_BAR:g}", "n"],
                      [[f"`{arm}`", share, behind, cell(metric), _bar(metric, most=LATENCY_BAR), counts(metric)]
@@ -364,8 +362,8 @@ def repair_policy(artifact: dict[str, Any]) -> str:
     return document(
         heading("Calibrated repair: the promise and its test", artifact),
         "Per depth, arms are tested on the calibration set from the dearest down, each by whether the upper bound of its "
-        "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a full "
-        "prefill, in nats, behind the query; its upper bound is one-sided. "
+        "mean stays within ε, until one fails; the last that passed is taken, else a prefill (`full`). KL is from a "
+        "full prefill, in nats, behind the query; its upper bound is one-sided. "
         "A violation is a case above ε, with a Wilson interval. Speed-up is with the context resident. `test` holds "
         "tools, queries and a conversation that calibration has not seen.",
         markdown(["n_past, tokens", "set", "arm", "share, %", "compiled behind", "ε, nats", "mean KL, nats",

@@ -218,8 +218,8 @@ def test_the_choice_of_the_default_is_told_best_first():
 
 def test_the_scans_bars_go_by_the_fastest_kernel_and_the_nearest_peer():
     text = routing_tables.scan(synthetic.latency())
-    assert ("- 250 × 384: 2.00 [1.90, 2.10] times as fast as the nearest peer (numkong), at least 1.5 times as fast: yes"
-            ) in text
+    assert ("- 250 × 384: 2.00 [1.90, 2.10] times as fast as the nearest peer (numkong), at least 1.5 times as fast: "
+            "yes") in text
     assert "- 100000 × 384: 2.00 [1.90, 2.10] times as fast as the nearest peer (numkong), not slower" in text
     slow = synthetic.latency()
     for row in slow["rows"]:
