@@ -31,7 +31,8 @@ class Stage:
 
 def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
     """The stages of the run that `cfg` describes, in the order of `dvc.yaml`. Raises ConfigError for a bad template."""
-    values = cfg.model_dump(mode="json")
+    # As params.yaml says it, which is what DVC locks: without the defaults of what it leaves out.
+    values = cfg.model_dump(mode="json", exclude_unset=True)
 
     def lookup(key: str) -> Any:
         value: Any = {**values, "item": {"run": cfg.run_name}}
