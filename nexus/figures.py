@@ -225,7 +225,9 @@ def figure5(artifact: dict, published: dict) -> Figure:
     with matplotlib.rc_context(RC):
         figure, panel = plt.subplots(figsize=(8, 5.2))
         systems = [system for (system,) in distinct(rows, "system")]
-        styles = dict(zip(systems, cycle((*CURVE_STYLES, *OTHER_STYLES))))
+        filled = (*CURVE_STYLES, *OTHER_STYLES)
+        # More systems than styles: in the second round markers are hollow.
+        styles = dict(zip(systems, cycle((*filled, *({**style, "markerfacecolor": "white"} for style in filled)))))
         for i, system in enumerate(systems):
             cells = sorted((row for row in at(rows, system=system) if value_of(row["accuracy"]) is not None),
                            key=lambda row: row["n_tools"])
