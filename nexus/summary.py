@@ -20,8 +20,8 @@ def summary(folder: Path) -> str:
     if policy := _by_depth(_metrics(folder, "calibrated_repair")):
         parts.append(_repairs("Calibrated policy on held-out tools, queries and conversation", policy,
                               {"violation_rate": "violations %"}))
-    if choices := _metrics(folder, "routing_accuracy_n250"):
-        parts.append(_choices(choices))
+    if choices := _choices(_metrics(folder, "routing_accuracy_n250")):
+        parts.append(choices)
     return "\n".join(parts)
 
 
@@ -60,8 +60,11 @@ def _costs(costs: dict[str, dict[str, Any]]) -> str:
 
 
 def _choices(choices: dict[str, dict[str, Any]]) -> str:
-    """One line per system, one column per number of tools; keys are `<system>.<N>`."""
-    shares = {tuple(key.rsplit(".", 1)): values.get("accuracy") for key, values in choices.items()}
+    """One line per system, one column per number of tools; keys are `<system>.<N>`; '' for none."""
+    shares = {tuple(key.rsplit(".", 1)): values.get("accuracy") for key, values in choices.items()
+              if key.rpartition(".")[2].isdigit() and "." in key}
+    if not shares:
+        return ""
     sizes = sorted({int(size) for _, size in shares})
     lines = ["Right tool chosen, %, by number of tools; - does not fit the configured window"]
     lines.append(f"  {'system':<14}" + "".join(f"{size:>7}" for size in sizes))

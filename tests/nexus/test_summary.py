@@ -45,6 +45,10 @@ def test_accuracy_by_system_and_number_of_tools(tmp_path):
                                                     ["concat_all", "100", "-"]]
 
 
+def test_no_accuracy_no_lines(tmp_path):
+    assert lines_of(tmp_path, routing_accuracy_n250={"cells": 1}) == []
+
+
 def test_columns_stand_under_their_headings(tmp_path):
     _, header, line = lines_of(tmp_path, calibrated_repair={
         "256": {"recompute_pct": 2.5, "dkl_nats": 0.004, "violation_rate": 0.05, "speedup": 6.0}})
