@@ -55,7 +55,8 @@ def spec_of(model: Path, gguf: Path):
         return EmbedderSpec.model_validate({
             "name": "toy", "path": None, "sha256": sha256(gguf.read_bytes()), "size_bytes": gguf.stat().st_size,
             "licence": "Apache-2.0", "dim": 32, "max_tokens": 64, "pooling": "mean", "query_prefix": "",
-            "document_prefix": "", "carriers": [], "source": source} | fields)
+            "document_prefix": "", "carriers": [], "source": source,
+            "adapter": None} | fields)
     return spec
 
 

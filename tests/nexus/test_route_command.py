@@ -151,21 +151,22 @@ def test_entries_that_are_no_tools_are_told(nexus, registry):
 
 
 @pytest.mark.integration
-def test_without_a_file_servers_are_collected_once(nexus, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("tool", "times"), [("odd_tool", 1), (None, 2)])
+def test_without_a_file_servers_are_collected_once_unless_one_is_missing(nexus, monkeypatch, tmp_path, tool, times):
     monkeypatch.setattr(listing, "LISTINGS", tmp_path / "listings")
     asked = []
 
     def collect(spec):
         asked.append(spec.name)
         return Collected([Tool(entry["server"], entry["name"], entry["description"], {}) for entry in ENTRIES],
-                         [Failure("slow", None, "it said nothing", "give it more time")])
+                         [Failure("slow", tool, "it said nothing", "give it more time")])
 
     monkeypatch.setattr(route_command, "collect", collect)
     for _ in range(2):
         status, out, err = nexus(QUERY, "--system", "slb", "--json")
         assert status == 0 and json.loads(out)["candidates"][0]["name"] == "get_weather"
-        assert ("left out slow: it said nothing; give it more time" in err) == ("is collected" in err)
-    assert asked == ["servers"] and err == ""
+        assert ("left out slow" in err) == ("is collected from" in err)
+    assert asked == ["servers"] * times and ("not kept" in err) == (tool is None)
 
 
 def failing(nexus, *arguments):
