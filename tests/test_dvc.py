@@ -287,4 +287,6 @@ def test_verify_agrees_with_dvc_status(measured: Copy, change: str):
     assert verified.returncode == 1
     assert "up to date" not in status.stdout
     stages_named = {line.partition(":")[0] for line in verified.stdout.splitlines()}
-    assert stages_named == {line.rstrip(":") for line in status.stdout.splitlines() if line and not line[0].isspace()}
+    changed = {line.rstrip(":") for line in status.stdout.splitlines() if line and not line[0].isspace()}
+    # Training is a pipeline of its own, which nothing here has run.
+    assert stages_named == {name for name in changed if not name.startswith("experiments/training/")}
