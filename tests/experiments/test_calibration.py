@@ -8,7 +8,7 @@ import pytest
 
 from experiments import calibration
 from nexus import artifact, cells, config, pipeline, routing_setup, tables
-from nexus.route import GATED
+from nexus.route import GATED, SYSTEMS
 from nexus.routing_setup import Thresholds, thresholds_of
 
 ADVERSARIAL, DEVELOPMENT, TRAINING = calibration.ADVERSARIAL, calibration.DEVELOPMENT, calibration.TRAINING
@@ -22,8 +22,8 @@ def cfg():
 
 
 def sample(which, case, margin=0.5, right=True, cosine=0.5, answerable=True, system=GATED[0]):
-    return {"system": system, "set": which, "case": f"{which}-{case}", "answerable": answerable, "margin": margin,
-            "best_cosine": cosine, "right": right}
+    return {"system": system, "set": which, "case": f"{which}-{case}", "kind": "gate", "answerable": answerable,
+            "margin": margin, "best_cosine": cosine, "right": right}
 
 
 def synthetic():
@@ -149,12 +149,18 @@ QUERIES = {
 }
 
 
+class ToyCrossEncoder:
+    """Finds all documents alike, so that the retriever's order stays: a toy, made for these tests."""
+
+    def score(self, query, documents):
+        return [0.0] * len(documents)
+
+
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """The configuration of a toy registry and toy queries in a temporary folder."""
     monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
-    # Anything that is asked of it fails.
-    monkeypatch.setattr(routing_setup.RoutingSetup, "cross_encoder", object())
+    monkeypatch.setattr(routing_setup.RoutingSetup, "cross_encoder", ToyCrossEncoder())
     listing = tmp_path / "tools.json"
     listing.write_text(json.dumps([{"name": name, "description": text, "inputSchema": {}}
                                    for name, text in TOOLS.items()]))
@@ -167,9 +173,12 @@ def toy(tmp_path, monkeypatch):
 
 
 @pytest.mark.integration
-def test_a_real_calibration_repeats_itself_and_asks_no_cross_encoder(toy, tmp_path):
+def test_a_real_calibration_repeats_itself_and_also_asks_every_system(toy, tmp_path):
     path = calibration.run(toy, tmp_path / "first")
     samples = artifact.read_samples(path)
+    selected = [s for s in samples if s["kind"] == "selection"]
+    assert {s["system"] for s in selected} == set(SYSTEMS) and len(selected) == len(SYSTEMS) * 6
+    samples = [s for s in samples if s["kind"] == "gate"]
     assert len(samples) == len(GATED) * 9 and len(artifact.read(path)["rows"]) > len(GATED) * 25
     rights = {(s["system"], s["set"]): [each["right"] for each in samples
                                         if (each["system"], each["set"]) == (s["system"], s["set"])] for s in samples}

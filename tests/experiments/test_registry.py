@@ -44,7 +44,7 @@ def test_what_servers_list_is_written_in_their_order_and_read_back(servers, tmp_
     path = experiment.run(cfg, tmp_path)
     assert path == tmp_path / "registry.json"
     assert load_listing(cfg.registry, path).tools == TOOLS
-    assert metrics(tmp_path) == {"tools": 3, "left_out": 0, "servers": {"b": 2, "a": 1}}
+    assert metrics(tmp_path) == {"tools": 3, "left_out": 0, "missing_servers": 7, "servers": {"b": 2, "a": 1}}
     assert "3 tools of 2 servers; 0 entries left out" in capsys.readouterr().out
     assert experiment.run(cfg, tmp_path / "again").read_bytes() == path.read_bytes()
 
@@ -57,7 +57,7 @@ def test_a_server_that_fails_is_told_and_does_not_lose_the_others(servers, tmp_p
     assert "registry: left out: a: it ended with status 3; see its log\n" in said.err
     assert "registry: left out: b, tool 'odd': it has no name; report it\n" in said.err
     assert "1 tools of 1 servers; 2 entries left out" in said.out
-    assert metrics(tmp_path) == {"tools": 1, "left_out": 2, "servers": {"b": 1}}
+    assert metrics(tmp_path) == {"tools": 1, "left_out": 2, "missing_servers": 7, "servers": {"b": 1}}
 
 
 def test_without_any_tool_nothing_is_written(servers, tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_a_users_file_is_taken_in_the_same_form_and_no_server_is_asked(monkeypat
     assert json.loads(path.read_text())[0] == {"server": None, "name": "add", "description": "", "inputSchema": {}}
     said = capsys.readouterr()
     assert said.err.startswith("registry: left out: entry 1 (None): ") and "1 entries left out" in said.out
-    assert metrics(tmp_path / "out") == {"tools": 2, "left_out": 1, "servers": {"unnamed": 2}}
+    assert metrics(tmp_path / "out") == {"tools": 2, "left_out": 1, "missing_servers": 0, "servers": {"unnamed": 2}}
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -199,7 +199,7 @@ def toy(tmp_path, monkeypatch):
         "registry=file", f"registry.path={listing}",
         f"workload.routing.evaluation={queries}", f"{section}.n_tools=[3,250]",
         f"{section}.systems=[slb,bm25,{DEFAULT}]",
-        f"{section}.rag_k=1", f"{section}.n_ctx=600"]))
+        f"{section}.rag_k=3", f"{section}.n_ctx=600"]))
 
 
 @pytest.mark.integration
