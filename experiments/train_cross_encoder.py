@@ -118,10 +118,14 @@ def normalised(x, weight, bias):
 
 def hidden_states(base, adapter, scale, tokens, mask):
     """Last hidden states [n, length, 384] of a BERT encoder. `base["layers"]` and the adapter are stacked by layer."""
-    length = tokens.shape[1]
-    x = base["words"][tokens] + base["positions"][:length] + base["type"]
+    x = base["words"][tokens] + base["positions"][:tokens.shape[1]] + base["type"]
     x = normalised(x, base["norm.weight"], base["norm.bias"])
-    n, _, width = x.shape
+    return layered(base["layers"], adapter, scale, x, mask)
+
+
+def layered(layers, adapter, scale, x, mask):
+    """States [n, length, width] behind the stacked layers, from those before them; an empty adapter changes nothing."""
+    n, length, width = x.shape
     shut = jnp.where(mask, 0.0, -1e9)[:, None, None, :]
 
     def linear(layer, lora, name, x):
@@ -144,7 +148,7 @@ def hidden_states(base, adapter, scale, tokens, mask):
                        layer["output.LayerNorm.weight"], layer["output.LayerNorm.bias"])
         return x, None
 
-    return jax.lax.scan(one_layer, x, (base["layers"], adapter))[0]
+    return jax.lax.scan(one_layer, x, (layers, adapter))[0]
 
 
 def logits(base, trained, scale, tokens, mask, keep):

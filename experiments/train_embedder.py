@@ -28,7 +28,6 @@ from safetensors.numpy import load_file
 
 from experiments.train_cross_encoder import (
     EPSILON,
-    HEADS,
     RRF_K,
     TRAINING,
     TrainError,
@@ -37,7 +36,7 @@ from experiments.train_cross_encoder import (
     base_folder,
     file_sha256,
     hidden_states,
-    normalised,
+    layered,
     require_packages,
     varied_document,
 )
@@ -120,25 +119,7 @@ class Example:
 
 def upper_layers(layers, x, mask):
     """Last hidden states [n, length, width] from those of a lower layer; `layers` are stacked."""
-    n, length, width = x.shape
-    shut = jnp.where(mask, 0.0, -1e9)[:, None, None, :]
-
-    def one_layer(x, layer):
-        def linear(name, x):
-            return x @ layer[f"{name}.weight"].T + layer[f"{name}.bias"]
-
-        def norm(name, x):
-            return normalised(x, layer[f"{name}.weight"], layer[f"{name}.bias"])
-
-        query, key, value = (linear(f"attention.self.{name}", x).reshape(n, length, HEADS, width // HEADS)
-                             .transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
-        weights = jax.nn.softmax(query @ key.transpose(0, 1, 3, 2) / np.sqrt(width // HEADS) + shut, axis=-1)
-        mixed = (weights @ value).transpose(0, 2, 1, 3).reshape(n, length, width)
-        x = norm("attention.output.LayerNorm", x + linear("attention.output.dense", mixed))
-        inner = jax.nn.gelu(linear("intermediate.dense", x), approximate=False)
-        return norm("output.LayerNorm", x + linear("output.dense", inner)), None
-
-    return jax.lax.scan(one_layer, x, layers)[0]
+    return layered(layers, {}, 0.0, x, mask)
 
 
 def merged(layers, lora, scale):
