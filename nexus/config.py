@@ -28,14 +28,18 @@ MODEL_NOT_HASHED = ("path", "carriers", "licence")
 # Each has a section of this name. What another section decides for it is in NEEDS.
 EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
                "deep_splice_ttft", "gating_nogo", "layouts", "registry", "embedder", "routing", "slb_latency",
-               "routing_accuracy_n250", "routing_generalisation")
+               "routing_accuracy_n250", "routing_generalisation", "arguments", "sidecar_accuracy", "constrain_cost",
+               "l0_radix", "block_allocator")
 ROUTING = ("registry", "embedder", "routing")
 NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",), "calibration": ROUTING,
-         "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING}
-# Of the workload, these are read by routing alone.
+         "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING,
+         "sidecar_accuracy": (*ROUTING, "arguments"), "constrain_cost": ("registry", "arguments")}
+# Of the workload, these are read by the experiments below, which read none of its other texts.
 ROUTING_TEXTS = ("path", "routing")
+ROUTED = ("calibration", "routing_accuracy_n250", "routing_generalisation", "sidecar_accuracy", "constrain_cost")
 # What most experiments read and these do not.
-UNREAD = {"slb_latency": ("workload", "runtime"), "calibration": ("runtime",), "routing_generalisation": ("runtime",)}
+UNREAD = {"slb_latency": ("workload", "runtime"), "calibration": ("runtime",), "routing_generalisation": ("runtime",),
+          "block_allocator": ("workload", "runtime")}
 
 
 class ConfigError(ValueError):
@@ -307,6 +311,79 @@ class SlbLatency(_Section):
     """Other implementations that are timed beside ours."""
 
 
+class Arguments(_Section):
+    """How the arguments of a chosen tool are filled."""
+
+    signature_tokens: Annotated[int, Field(ge=8)]
+    """Budget of a tool's compressed signature."""
+    window_tokens: Annotated[int, Field(ge=0)]
+    """Budget of the conversation that the sidecar reads."""
+    recent_turns: Count
+    """Latest turns that stand there verbatim."""
+    surrogate_chars: Annotated[int, Field(ge=16)]
+    """Longest text that stands for a tool's result."""
+    max_tokens: Annotated[int, Field(ge=16)]
+    """Most tokens of an arguments object."""
+    max_string_chars: Count
+    """Longest string, where the schema demands none longer."""
+    max_items: Count
+    """Longest array, and most keys of a free-form map, where the schema demands no more."""
+
+
+class SidecarAccuracy(_Section):
+    cases: Text
+    """JSON-lines file of queries with the arguments that they specify."""
+    coreference: Text
+    """The same with a conversation before the query, in which some of the arguments stand."""
+    n_cases: Count
+    """Cases of the first file, in file order."""
+    n_coreference: Count
+    """Cases of the second file, in file order."""
+    n_timed: Count
+    """Cases that are timed with the signature and with the full schema in turn."""
+    repetitions: Count
+    """Timed pairs per case."""
+    n_ctx: Count
+    """Cells of the context, in tokens."""
+
+
+class ConstrainCost(_Section):
+    n_cases: Count
+    """Development queries whose arguments are decoded, each with its tool's schema."""
+    repetitions: Count
+    """How often each is decoded."""
+    peers: Annotated[list[Literal["llguidance", "llama-cpp-python", "xgrammar"]], Unique]
+    """Other implementations that are timed beside ours."""
+    xgrammar_python: Text | None
+    """Python that has xgrammar, which would bring a training stack into this environment; null leaves it out."""
+
+
+class L0Radix(_Section):
+    n_slots: Annotated[int, Field(ge=1, le=255)]
+    """Sequences that keep prefixes."""
+    max_tokens: Count
+    """Cells that the kept prefixes may take together."""
+    n_seeds: Annotated[int, Field(ge=2)]
+    """Traces of the simulated agents."""
+    n_sessions: Count
+    """Conversations that run interleaved in a trace."""
+    n_turns: Count
+    """Turns of each conversation."""
+    n_requests: Count
+    """Requests of the trace that the model really answers."""
+    copy_repetitions: Count
+    """Timed copies per prefix length."""
+
+
+class BlockAllocator(_Section):
+    n_threads: Annotated[list[Count], NotEmpty, Ascending]
+    """Threads that contend for the allocator."""
+    n_operations: Count
+    """Allocations and frees of a thread per repetition."""
+    repetitions: Annotated[int, Field(ge=2)]
+    """Interleaved repetitions."""
+
+
 class Config(_Section):
     """All of it. An experiment gets this object and reads the sections that it needs."""
 
@@ -360,6 +437,16 @@ class Config(_Section):
     """The same on public sets of other domains."""
     slb_latency: SlbLatency
     """What an INT8 scan costs, beside other implementations."""
+    arguments: Arguments
+    """How the arguments of a chosen tool are filled."""
+    sidecar_accuracy: SidecarAccuracy
+    """Arguments from a compressed signature, their accuracy and latency."""
+    constrain_cost: ConstrainCost
+    """What constrained decoding costs per token, beside other implementations."""
+    l0_radix: L0Radix
+    """What a cache of prefixes saves."""
+    block_allocator: BlockAllocator
+    """What the allocator of resident blocks costs, padded and not."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -412,7 +499,7 @@ class Config(_Section):
         data = self.model_dump(mode="json", exclude=others | set(NOT_HASHED) | set(UNREAD.get(experiment, ())))
         data["model"] = {key: value for key, value in data["model"].items() if key not in MODEL_NOT_HASHED}
         if "workload" in data:
-            routed = NEEDS.get(experiment) == ROUTING
+            routed = experiment in ROUTED
             data["workload"] = {key: value for key, value in data["workload"].items()
                                 if key == "system_prompt" or (key in ROUTING_TEXTS) == routed}
         return data
@@ -421,7 +508,9 @@ class Config(_Section):
         """The files of the workload that the experiment reads, relative to the repository or absolute."""
         if "workload" in UNREAD.get(experiment, ()):
             return []
-        if NEEDS.get(experiment) == ROUTING:
+        if experiment == "sidecar_accuracy":
+            return [self.sidecar_accuracy.cases, self.sidecar_accuracy.coreference]
+        if experiment in ROUTED:
             return list(self.workload.routing.model_dump().values())
         return list(self.workload.model_dump(exclude={"system_prompt", *ROUTING_TEXTS}).values())
 

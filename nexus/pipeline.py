@@ -37,6 +37,8 @@ LOCKS = ROOT / ".nexus" / "locks"
 DONE = ROOT / ".nexus" / "done"
 SWEEPS = ROOT / ".nexus" / "sweeps"
 SLUG_LENGTH = 80
+# Where an artifact does not have its experiment's name.
+ARTIFACTS = {"sidecar_accuracy": "sidecar/accuracy"}
 
 
 def experiment_main(name: str, run: Run) -> None:
@@ -135,7 +137,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
             "models": _models(name, cfg),
             "files": [_file_sha256(path) if path.is_file() else None for path in _others(name, cfg, out)],
         }
-        path = out / f"{name}.json"
+        path = artifact_path(name, out)
         if not cfg.force and _is_current(record, inputs, path):
             print(f"{name}: {_shown(path)} is complete for this configuration and code; force=true measures it again")
             return path
@@ -188,7 +190,7 @@ def write_results(
     isa: str,
     threads: int | None = None,
 ) -> Path:
-    """Path of the artifact, `<out>/<name>.json`, after it, its samples and the metrics are written.
+    """Path of the artifact (`artifact_path`), after it, its samples and the metrics are written.
 
     tuple_     the model under test, `model_tuple.tuple_of`
     rows       of the artifact, and the `samples` that they summarise (`artifact.write`)
@@ -198,12 +200,18 @@ def write_results(
 
     Raises ArtifactError for what the artifact's form refuses, ValueError for metrics that are not finite.
     """
-    path = out / f"{name}.json"
+    path = artifact_path(name, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance.collect(isa=isa, threads=threads or cfg.runtime.n_threads)
     artifact.write(path, experiment=name, tuple_=tuple_, config=cfg.resolved(name), rows=rows, samples=samples,
                    provenance=origin)
     write_metrics(out, name, metrics)
     return path
+
+
+def artifact_path(name: str, out: Path) -> Path:
+    """Where the experiment's artifact is in a run's folder: `<out>/<name>.json`, but for those in `ARTIFACTS`."""
+    return out / f"{ARTIFACTS.get(name, name)}.json"
 
 
 def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:
@@ -256,7 +264,9 @@ def _others(name: str, cfg: Config, out: Path) -> list[Path]:
     if name == "registry":
         locks = [server.requirements for server in cfg.registry.servers if server.requirements]
         return [ROOT / path for path in (locks if cfg.registry.path is None else [cfg.registry.path])]
-    if NEEDS.get(name) != ROUTING:
+    if name == "constrain_cost":
+        return [out / "registry.json", ROOT / (cfg.registry.path or "")]
+    if not set(ROUTING) <= set(NEEDS.get(name, ())):
         return []
     embedders = [CONF / "embedder" / f"{embedder}.yaml" for embedder in (cfg.embedder.name, cfg.routing.tuned_embedder)]
     thresholds = [] if name == "calibration" else [out / "calibration.json"]
