@@ -14,9 +14,10 @@ import psutil
 import pytest
 import yaml
 
-from nexus.collect import MARK, collect
+from nexus.collect import collect
 from nexus.listing import write_listing
 from nexus.locks import LockedError, exclusive
+from nexus.mcp_server import MARK
 from nexus.registry import Tool, load_registry
 from nexus.registry_spec import RegistrySpec, ServerSpec
 
