@@ -97,6 +97,7 @@ pieces = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 operations = st.lists(st.one_of(
     st.tuples(st.just("new"), pieces, st.integers(1, 20)),
     st.tuples(st.just("extend"), pieces, st.integers(0, 50)),
+    st.tuples(st.just("branch"), pieces, st.integers(0, 50), st.integers(1, 8)),
     st.tuples(st.just("cut"), st.integers(0, 50), st.integers(1, 60)),
     st.tuples(st.just("again"), st.integers(0, 50)),
     st.tuples(st.just("pin")), st.tuples(st.just("release"), st.integers(0, 4)),
@@ -107,6 +108,12 @@ operations = st.lists(st.one_of(
 @example(operations=[("new", [0, 1], 3), ("cut", 0, 3), ("again", 0), ("again", 0)], n_slots=3, max_tokens=20)
 @example(operations=[("new", [0], 9), ("pin",), ("new", [1], 9), ("new", [2], 9), ("new", [0], 20)], n_slots=2,
          max_tokens=18)
+# The slot that an edge's tokens are read from goes and is taken by another prompt, while several, or one that ends
+# there, still share the edge.
+@example(operations=[("new", [0, 1], 1), ("new", [0, 2], 1), ("new", [0, 0], 1), ("evict", 0), ("new", [2], 1),
+                     ("again", 2)], n_slots=4, max_tokens=50)
+@example(operations=[("new", [0, 1], 2), ("cut", 1, 2), ("evict", 0), ("new", [2], 4), ("extend", [0], 2)], n_slots=2,
+         max_tokens=50)
 @settings(max_examples=300)
 def test_prefixes_evictions_and_cells_are_those_of_whole_prompts(operations, n_slots, max_tokens):
     arena, reference = arena_of(n_slots, max_tokens), Reference(n_slots, max_tokens)
@@ -116,6 +123,8 @@ def test_prefixes_evictions_and_cells_are_those_of_whole_prompts(operations, n_s
             prompt = tuple(values[0] * values[1])
         elif operation == "extend":
             prompt = seen[values[1] % len(seen)] + tuple(values[0])
+        elif operation == "branch":
+            prompt = seen[values[1] % len(seen)][:values[2]] + tuple(values[0])
         elif operation == "cut":
             prompt = seen[values[0] % len(seen)][:values[1]]
         elif operation == "again":
