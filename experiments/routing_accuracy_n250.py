@@ -44,7 +44,7 @@ class Bench(RoutingBench):
         self.order = ordered(self.tools, cfg.seed)
         self.sizes = sorted({min(n, len(self.tools)) for n in self.section.n_tools}
                             | ({len(self.tools)} if self.section.all_tools else set()))
-        self.taus = {system: found.tau for system, found in thresholds_of(cfg, out).items()}
+        self.taus = {system: found.tau for system, found in thresholds_of(cfg, out).items() if found.tau is not None}
         self.model = open_model(cfg.model)
         self._chooser: InContextChooser | None = None
         self._choices: dict[tuple, Choice] = {}

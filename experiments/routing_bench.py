@@ -25,7 +25,8 @@ class RoutingBench(RoutingSetup):
         self.model_sha256 = cfg.model.sha256 or ensure(cfg.model).sha256
         registry = load_listing(cfg.registry, out / "registry.json")
         for problem in registry.problems:
-            print(f"left out of the registry: entry {problem.index} ({problem.name}): {problem.reason}", file=sys.stderr)
+            print(f"left out of the registry: entry {problem.index} ({problem.name}): {problem.reason}",
+                  file=sys.stderr)
         self.tools = registry.tools
 
     def cases_of(self, path: str, known_only: bool = False) -> list[RoutingCase]:

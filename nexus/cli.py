@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
                        help="JSON file of tools; without it, the tools of conf/registry's servers, collected once")
     route.add_argument("--top", type=_positive, default=5, metavar="N", help="how many to show (5)")
     route.add_argument("--system", metavar="NAME",
-                       help="one of nexus.route.SYSTEMS, such as slb, bm25, hybrid or slb-tuned+gate")
+                       help="one of nexus.route.SYSTEMS, such as slb, bm25, hybrid or linear-tuned+gate")
     route.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")

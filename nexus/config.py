@@ -72,8 +72,8 @@ Unique = AfterValidator(_unique)
 NotEmpty = Field(min_length=1)
 Depths = Annotated[list[Count], NotEmpty, Ascending]
 # nexus/route.py says what these names mean.
-SystemName = Literal["slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "slb+gate", "slb-tuned+gate",
-                     "hybrid+gate", "hybrid-tuned+gate"]
+SystemName = Literal["slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "linear", "linear-tuned", "slb+gate",
+                     "slb-tuned+gate", "hybrid+gate", "hybrid-tuned+gate", "linear-tuned+gate"]
 Family = Literal["head", "suffix", "head+suffix", "random", "blend", "oracle", "head+blend"]
 # nexus/repair.py says what these names mean; they are not parsed here, so that no stage depends on the repair code
 # for its configuration alone.
@@ -262,6 +262,8 @@ class Routing(_Section):
 
     system: SystemName
     """The default: what `nexus route` uses, and what is compared with the others."""
+    lexical_weight: Annotated[float, Field(ge=0, le=10)]
+    """Weight of BM25, relative to its largest for the query, beside the cosine in the systems called linear."""
     n_candidates: Annotated[int, Field(ge=2, le=50)]
     """First candidates that the cross-encoder decides among where the gate fires."""
     gate_quantile: Annotated[float, Field(gt=0, lt=1)]
@@ -296,6 +298,8 @@ class RoutingGeneralisation(_Section):
     """What is compared with plain rank fusion."""
     n_queries: Count
     """Queries per public set, drawn with the seed."""
+    n_selection: Count
+    """Other queries per public set, drawn behind them: what the default system was chosen with."""
 
 
 class SlbLatency(_Section):

@@ -56,7 +56,7 @@ def ordered(tools: Sequence[Tool], seed: int) -> list[Tool]:
 
 
 def in_order(schema: Any, names: bool = False) -> Any:
-    """The JSON value with sorted keys; `names` says that the keys are the names of properties, which keep their order."""
+    """The JSON value with sorted keys, but for keys that are names of properties (`names`): these keep their order."""
     match schema:
         case dict():
             keys = list(schema) if names else sorted(schema)

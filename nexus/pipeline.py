@@ -39,6 +39,8 @@ SWEEPS = ROOT / ".nexus" / "sweeps"
 SLUG_LENGTH = 80
 # Where an artifact does not have its experiment's name.
 ARTIFACTS = {"sidecar_accuracy": "sidecar/accuracy"}
+# These sample every system; which one is the default is told by their rows alone.
+ALL_SYSTEMS = ("calibration", "routing_accuracy_n250", "routing_generalisation")
 
 
 def experiment_main(name: str, run: Run) -> None:
@@ -152,9 +154,12 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
 
 def cell_inputs(name: str, cfg: Config, model_sha256: str) -> dict[str, Any]:
     """What all cells of the experiment depend on: configuration, weights, texts, llama.cpp and the code that samples."""
+    config = cfg.resolved(name)
+    if name in ALL_SYSTEMS:
+        del config["routing"]["system"]
     return {
         "experiment": name,
-        "config": cfg.resolved(name),
+        "config": config,
         "model_sha256": model_sha256,
         "texts": [_file_sha256(ROOT / path) for path in cfg.texts(name)],
         # Another build computes other bits.

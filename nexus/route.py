@@ -1,8 +1,9 @@
-"""From a query to a tool without the context: two retrievers, their fusion, a margin gate and a cross-encoder.
+"""From a query to a tool without the context: two retrievers, two fusions of them, a margin gate and a cross-encoder.
 
     dense     INT8 scan of embeddings (nexus/slb.py)
     lexical   BM25 (nexus/lexical.py)
     fused     reciprocal rank fusion of both (Cormack et al. 2009): Σ 1 / (60 + rank)
+    linear    weighted sum of both scores (Bruch et al. 2023): cosine + w · BM25 / (largest BM25 of this query)
 
 A system is a retriever, alone or with the gate. The gate looks at the margin between the first two candidates: above
 τ the first is taken, otherwise the cross-encoder decides among the first few. Nothing here depends on how many tokens
@@ -29,8 +30,8 @@ RRF_K = 60
 FUSED_DEPTH = 50
 # In the embedder that was tuned on tool queries instead of the configured one.
 TUNED = "-tuned"
-GATED = ("slb+gate", "slb-tuned+gate", "hybrid+gate", "hybrid-tuned+gate")
-SYSTEMS = ("slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", *GATED)
+GATED = ("slb+gate", "slb-tuned+gate", "hybrid+gate", "hybrid-tuned+gate", "linear-tuned+gate")
+SYSTEMS = ("slb", "slb-tuned", "bm25", "hybrid", "hybrid-tuned", "linear", "linear-tuned", *GATED)
 
 
 class RouteError(ValueError):
@@ -43,7 +44,7 @@ class Candidate:
 
     tool: Tool
     score: float
-    """What the retriever orders by: cosine of INT8 codes, BM25, or the fused reciprocal ranks."""
+    """What the retriever orders by: cosine of INT8 codes, BM25, fused reciprocal ranks, or the weighted sum."""
     cross_score: float | None = None
     """The cross-encoder's logit, where the gate fired."""
 
@@ -114,6 +115,25 @@ class Fused:
         return sorted(scores.items(), key=lambda item: (-item[1], item[0]))[:k]
 
 
+class Linear:
+    """Cosine plus `weight` times BM25 relative to its largest for the query, among the FUSED_DEPTH nearest tools.
+
+    Unlike ranks, the scores tell a clear lead from a close one, so that the weaker retriever seldom overrules the
+    better one where that one is sure.
+    """
+
+    def __init__(self, dense: Dense, lexical: Lexical, weight: float):
+        self.dense, self.lexical, self.weight = dense, lexical, weight
+
+    def search(self, query: str, k: int) -> list[tuple[int, float]]:
+        lexical = self.lexical.scores(query)
+        largest = float(lexical.max(initial=0.0))
+        factor = self.weight / largest if largest > 0 else 0.0
+        found = [(index, score + factor * float(lexical[index]))
+                 for index, score in self.dense.search(query, max(k, FUSED_DEPTH))]
+        return sorted(found, key=lambda item: (-item[1], item[0]))[:k]
+
+
 @dataclass(frozen=True)
 class Gate:
     """When to ask the cross-encoder, and among how many."""
@@ -121,7 +141,7 @@ class Gate:
     tau: float
     """The first candidate is taken where its margin is above."""
     cross_encoder: CrossEncoder
-    n_candidates: int = 5
+    n_candidates: int = 3
 
 
 class Router:
@@ -168,8 +188,11 @@ class Router:
         return first + [Candidate(self.tools[index], score) for index, score in found[n:]]
 
 
-def retriever_of(system: str, tools: Sequence[Tool], dense: Dense | None) -> Retriever:
-    """The retriever of one of SYSTEMS over `tools`. Raises RouteError for an unknown name or a missing dense part."""
+def retriever_of(system: str, tools: Sequence[Tool], dense: Dense | None, lexical_weight: float) -> Retriever:
+    """The retriever of one of SYSTEMS over `tools`; the weight is that of BM25 in a weighted sum.
+
+    Raises RouteError for an unknown name or a missing dense part.
+    """
     name = system.removesuffix("+gate").removesuffix(TUNED)
     if system not in SYSTEMS:
         raise RouteError(f"system {system!r} is unknown; use one of {', '.join(SYSTEMS)}")
@@ -177,7 +200,9 @@ def retriever_of(system: str, tools: Sequence[Tool], dense: Dense | None) -> Ret
         return _lexical(tools)
     if dense is None:
         raise RouteError(f"system {system!r} needs the embeddings of the tools")
-    return dense if name == "slb" else Fused(dense, _lexical(tools))
+    if name == "slb":
+        return dense
+    return Linear(dense, _lexical(tools), lexical_weight) if name == "linear" else Fused(dense, _lexical(tools))
 
 
 def _lexical(tools: Sequence[Tool]) -> Lexical:

@@ -24,8 +24,8 @@ from nexus.tool_document import description_text, document_text
 NO_NAME = "slb-no-name"
 # What the cross-encoder's adapter is merged into, whatever the embedder is.
 BASE = "minilm"
-# Longest pair that the cross-encoder reads, in tokens; longer documents lose their end.
-PAIR_TOKENS = 128
+# Longest pair that the cross-encoder reads, in tokens, as in its training; longer documents lose their end.
+PAIR_TOKENS = 64
 # Routers that are kept: a registry in blocks of ten has some thirty.
 KEPT = 64
 
@@ -34,14 +34,17 @@ KEPT = 64
 class Thresholds:
     """What `calibration.json` says about one system."""
 
-    tau: float
-    """Margin up to which the gate fires."""
+    tau: float | None
+    """Margin up to which the gate fires; None for a system without one."""
     abstain_below: float
     """Cosine of the nearest tool below which no tool is said to fit."""
 
 
 def thresholds_of(cfg: Config, out: Path) -> dict[str, Thresholds]:
-    """By gated system, from `<out>/calibration.json`. Raises MissingArtifact, which names the command that makes it."""
+    """By system, those with a gate and the same without it, from `<out>/calibration.json`.
+
+    Raises MissingArtifact, which names the command that makes it.
+    """
     calibration = tables.stored(cfg, out, "calibration")
     for section in ("registry", "embedder"):
         theirs, mine = calibration["config"][section]["name"], getattr(cfg, section).name
@@ -51,7 +54,8 @@ def thresholds_of(cfg: Config, out: Path) -> dict[str, Thresholds]:
     rows = calibration["rows"]
     taus = {row["system"]: row["threshold"] for row in tables.at(rows, kind="gate")}
     cosines = {row["system"]: row["threshold"] for row in tables.at(rows, kind="abstention") if row["chosen"]}
-    return {system: Thresholds(tau, cosines[system]) for system, tau in taus.items()}
+    bare = {system.removesuffix("+gate"): Thresholds(None, cosine) for system, cosine in cosines.items()}
+    return bare | {system: Thresholds(tau, cosines[system]) for system, tau in taus.items()}
 
 
 class RoutingSetup:
@@ -100,7 +104,8 @@ class RoutingSetup:
             if tau is None:
                 raise ValueError(f"system {system!r} needs a threshold; run the experiment calibration")
             gate = Gate(tau, self.cross_encoder, self.cfg.routing.n_candidates)
-        retriever = retriever_of("slb" if system == NO_NAME else system, tools, dense)
+        named = "slb" if system == NO_NAME else system
+        retriever = retriever_of(named, tools, dense, self.cfg.routing.lexical_weight)
         return Router(tools, retriever, dense, gate, abstain_below)
 
     @property

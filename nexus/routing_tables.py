@@ -40,7 +40,7 @@ def table4(routing: dict[str, Any], calibration: dict[str, Any], latency: dict[s
         markdown(["N", "system", "accuracy", "own words", "paraphrased", "recall@1", "recall@3", "gate fires",
                   "prompt, tokens", "scan, µs", "choice, ms", "n"], [_line(row) for row in rows]),
         "Recall is the retriever's, before the gate. `slb-no-name` embeds descriptions without names. The scan of a "
-        "`hybrid` returns the first 50 tools, that of the others the first 5.",
+        "`hybrid` or `linear` returns the first 50 tools, that of the others the first 5.",
         *_gate(calibration))
 
 
@@ -53,7 +53,8 @@ def generalisation(artifact: dict[str, Any]) -> str:
     return document(
         heading("Routing of tools and queries that it was not made for", artifact),
         "Public function-calling sets over one registry of all their functions; nothing was trained on them, but the "
-        "strength of the embedder's tuning was chosen with a look at parts of them. Recall in %, of the final order, "
+        "strength of the embedder's tuning was chosen with a look at parts of them. The default system was chosen with "
+        "a look at other queries of the same sources, the sets called selection. Recall in %, of the final order, "
         "behind the gate; the difference from plain rank fusion (`hybrid`) is in percentage points on the same "
         "queries, with McNemar's exact p.",
         _worse(artifact),

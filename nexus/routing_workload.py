@@ -47,8 +47,9 @@ class RoutingCase:
 def load_cases(path: str | Path, tools: Sequence[Tool], known_only: bool = False) -> list[RoutingCase]:
     """The cases of a JSON-lines file in file order; an absent id becomes "line-<number>".
 
-    `known_only` passes over cases that name a tool which is not among `tools`. A tool without "server" must be the only one of its name. Raises WorkloadError naming the line for anything else
-    than FORM, unknown and ambiguous tools, repeated ids and repeated queries.
+    `known_only` passes over cases that name a tool which is not among `tools`. A tool without "server" must be the only
+    one of its name. Raises WorkloadError naming the line for anything else than FORM, unknown and ambiguous tools,
+    repeated ids and repeated queries.
     """
     path = Path(path)
     known = {tool.identity: tool for tool in tools}

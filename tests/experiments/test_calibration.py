@@ -120,8 +120,10 @@ def test_rows_have_the_form_of_the_artifact_and_thresholds_are_read_from_it(cfg,
                    config=cfg.resolved("calibration"), rows=calibration.summarise(cfg, samples), samples=samples,
                    provenance={"git_commit": None, "git_dirty": None, "cpu": "test", "threads": 1, "isa": None,
                                "versions": {}})
-    assert thresholds_of(cfg, tmp_path) == {
-        system: Thresholds(0.02 * factor, 0.61) for system, factor in FACTORS.items()}
+    gated = {system: Thresholds(0.02 * factor, 0.61) for system, factor in FACTORS.items()}
+    # The same without a gate: abstention goes by the embedding alone.
+    bare = {system.removesuffix("+gate"): Thresholds(None, 0.61) for system in FACTORS}
+    assert thresholds_of(cfg, tmp_path) == gated | bare
     assert artifact.read_samples(tmp_path / "calibration.json") == samples
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from nexus.lexical import Lexical
 from nexus.registry import Tool
-from nexus.route import Dense, Fused, Gate, RouteError, Router, retriever_of
+from nexus.route import Dense, Fused, Gate, Linear, RouteError, Router, retriever_of
 
 
 def tool(name, description=""):
@@ -54,6 +54,27 @@ def test_rank_fusion_adds_reciprocal_ranks_and_breaks_ties_by_index():
     assert [i for i, _ in Fused(Listed((2, 1.0)), Listed((1, 1.0))).search("q", 2)] == [1, 2]
 
 
+class Scored:
+    """A lexical index with given scores."""
+
+    def __init__(self, *scores):
+        self.given = np.array(scores, dtype=np.float32)
+
+    def scores(self, query):
+        return self.given
+
+
+def test_a_weighted_sum_adds_lexical_scores_relative_to_the_largest():
+    found = Linear(Listed((3, 0.5), (1, 0.45), (0, 0.1)), Scored(8.0, 4.0, 0.0, 1.0), 0.2).search("q", 2)
+    assert [index for index, _ in found] == [1, 3]
+    assert [score for _, score in found] == pytest.approx([0.45 + 0.2 * 0.5, 0.5 + 0.2 / 8])
+
+
+def test_a_weighted_sum_without_a_common_word_is_the_dense_order_with_ties_by_index():
+    found = Linear(Listed((2, 0.5), (1, 0.5), (0, 0.1)), Scored(0.0, 0.0, 0.0), 0.2).search("q", 3)
+    assert found == [(1, 0.5), (2, 0.5), (0, 0.1)]
+
+
 def test_a_clear_first_is_taken_without_the_cross_encoder():
     cross = ToyCrossEncoder()
     router = Router(TOOLS, Listed((1, 0.9), (0, 0.2), (2, 0.1)), gate=Gate(0.5, cross, 2))
@@ -93,11 +114,13 @@ def test_dense_search_reports_time_and_cosine_and_abstains_below_a_threshold():
 
 def test_systems_are_made_by_name():
     part = dense()
-    assert retriever_of("slb+gate", TOOLS, part) is part
-    assert isinstance(retriever_of("bm25", TOOLS, None), Lexical)
-    hybrid = retriever_of("hybrid+gate", TOOLS, part)
+    assert retriever_of("slb+gate", TOOLS, part, 0.5) is part
+    assert isinstance(retriever_of("bm25", TOOLS, None, 0.5), Lexical)
+    hybrid = retriever_of("hybrid+gate", TOOLS, part, 0.5)
     assert isinstance(hybrid, Fused) and hybrid.parts[0] is part
-    assert [i for i, _ in retriever_of("bm25", TOOLS, None).search("a bug in a branch", 4)] == [0, 1, 2]
+    linear = retriever_of("linear-tuned+gate", TOOLS, part, 0.5)
+    assert isinstance(linear, Linear) and linear.dense is part and linear.weight == 0.5
+    assert [i for i, _ in retriever_of("bm25", TOOLS, None, 0.5).search("a bug in a branch", 4)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +130,8 @@ def test_systems_are_made_by_name():
         (lambda: Router(TOOLS, Listed()).route(" \n"), "the query is blank"),
         (lambda: Router(TOOLS, Listed(), gate=Gate(0.1, None, 1)), "n_candidates is 1"),
         (lambda: Router(TOOLS, Listed(), abstain_below=0.1), "abstain_below compares cosines"),
-        (lambda: retriever_of("sbl", TOOLS, None), "system 'sbl' is unknown; use one of slb, slb-tuned"),
-        (lambda: retriever_of("hybrid", TOOLS, None), "system 'hybrid' needs the embeddings"),
+        (lambda: retriever_of("sbl", TOOLS, None, 0.5), "system 'sbl' is unknown; use one of slb, slb-tuned"),
+        (lambda: retriever_of("hybrid", TOOLS, None, 0.5), "system 'hybrid' needs the embeddings"),
     ],
 )
 def test_what_cannot_be_routed_is_refused(call, message):

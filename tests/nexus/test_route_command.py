@@ -126,13 +126,13 @@ def test_a_lexical_system_may_find_nothing(nexus, registry):
 @pytest.mark.integration
 def test_a_gate_shows_what_the_cross_encoder_thought(nexus, registry, calibrated):
     status, out, _ = nexus(QUERY, "--registry", registry)
-    assert status == 0 and "cross-encoder" in out and "│ 4.00 " in out
+    assert status == 0 and "cross-encoder" in out and "│ 2.00 " in out
     assert "hybrid+gate over 6 tools: margin 0.0" in out and "τ 0.9000, the gate fired; " in out
     answer = json.loads(nexus(QUERY, "--registry", registry, "--json")[1])
     assert answer["system"] == "hybrid+gate" and answer["gate_fired"]
-    # Five are asked about, from the last to the first.
-    assert [candidate["cross_score"] for candidate in answer["candidates"]] == [4, 3, 2, 1, 0]
-    assert answer["candidates"][-1]["name"] == "get_weather"
+    # Three are asked about, from the last to the first.
+    assert [candidate["cross_score"] for candidate in answer["candidates"]] == [2, 1, 0, None, None]
+    assert answer["candidates"][2]["name"] == "get_weather"
 
 
 @pytest.mark.integration
