@@ -99,7 +99,7 @@ class _Conversation:
 def agent_trace(traffic: Traffic, source: np.ndarray, seed: int) -> list[Request]:
     """All requests of a trace. Equal arguments give equal requests.
 
-    `source` are token ids, int32[n], to cut texts from. Raises TraceError for a source that is shorter than the longest prompt's opening.
+    `source` are token ids, int32[n], to cut texts from. Raises TraceError for one that is too short for the openings.
     """
     return list(_Agents(traffic, source, seed).requests())
 
