@@ -1,0 +1,344 @@
+"""How well an agent's turn calls tools: routing, arguments, and what the compressed signature saves (Table IV).
+
+Cases are queries over the whole registry with the arguments that they specify (nexus/argument_cases.py says what
+counts as right). Arms: `routed` is the agent's turn; `signature` and `full` are told the right tool and read its
+signature or its whole schema; `window`, `no_window` and `full_history` are told the tool of a two-turn case and read
+the pruned conversation, none of it, or all of it. One row per `metric`:
+
+    routing_accuracy                 turns that chose the right tool, over all cases
+    specified_argument_accuracy      specified arguments filled right, over those of the turns that chose the right tool
+    end_to_end_argument_accuracy     the same over all cases; a turn with another tool has none right
+    *_oracle_routing, *_full_schema  the same where the right tool is given, with the signature and with the schema
+    json_valid_rate                  calls whose arguments are finished and valid under the tool's own schema
+    placeholder_leak_rate            calls in which any argument, specified or not, is a placeholder
+    unspecified_optional_rate        of the arguments that were written, optional ones that nothing specifies
+    ir_tokens_*, schema_tokens_*     the model's tokens of signature and whole schema text, over every registry tool
+    ir_token_saving                  1 - signature / schema, median over these tools
+    ir_information_kept              specified arguments whose name, type and legal values the signature still tells
+    first_argument_speedup           full-schema over signature, ratio of medians of the time from the query's text to
+                                     the first token of the arguments. Both prefill their whole prompt; only the
+                                     signature's side routes, the other is told the tool. `*_tool_given`: neither routes
+    main_context_token_saving        1 - signature / schema over the tokens that describe the tool in the main context,
+                                     median over the cases' tools; `prompt_token_saving` counts all that is prefilled,
+                                     with the system prompt, the instruction and the query that both have
+    coreference_accuracy             arguments that only the conversation specifies filled right; tool given
+
+The paper's numbers are of the same kinds: its routing and argument shares are counts over 30 cases and 50 specified
+arguments, its first argument is timed against "an oracle that re-prefills the full schema every turn". It measured no
+coreference. Grammars and signatures of tools are made before anything is timed, as they are when a registry is loaded.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.routing_bench import RoutingBench
+from experiments.rows import grouped
+from nexus import stats
+from nexus.agent import Agent
+from nexus.argument_cases import ArgumentCase, load_argument_cases
+from nexus.arguments import Filled
+from nexus.cells import Cell
+from nexus.config import ROOT, Config
+from nexus.constrain import Bounds, Grammars
+from nexus.model_tuple import context_options, open_model
+from nexus.pipeline import experiment_main, measure_cells, write_results
+from nexus.registry import Tool
+from nexus.route import Router
+from nexus.routing_setup import thresholds_of
+from nexus.runtime import Runtime
+from nexus.sidecar import Schema, Sidecar
+from nexus.signature import Signature, information_missing, signature_statistics
+from nexus.stats import Estimate
+from nexus.workload import WorkloadError
+
+NAME = "sidecar_accuracy"
+SEQ = 0
+ROUTED, SIGNATURE, FULL = "routed", "signature", "full"
+WINDOW, NO_WINDOW, FULL_HISTORY = "window", "no_window", "full_history"
+CASE_ARMS, COREFERENCE_ARMS = (ROUTED, SIGNATURE, FULL), (WINDOW, NO_WINDOW, FULL_HISTORY)
+TOKENS, TIMED = "tokens", "timed"
+# Expected seconds per cell on 2 cores with the default model: only their proportions matter.
+WEIGHTS = {ROUTED: 2.5, SIGNATURE: 0.5, FULL: 5, WINDOW: 4, NO_WINDOW: 2.5, FULL_HISTORY: 5, TOKENS: 5, TIMED: 5}
+# More of a conversation than there is.
+ALL = 10**9
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+class Remembering:
+    """A sidecar that decodes a prompt once: decoding is greedy, so equal prompts of a tool have one answer."""
+
+    def __init__(self, sidecar: Sidecar):
+        self.sidecar, self.lock = sidecar, sidecar.lock
+        self._filled: dict[tuple[Tool, bytes], Filled] = {}
+
+    def signature(self, tool: Tool) -> Signature:
+        return self.sidecar.signature(tool)
+
+    def fill(self, tool: Tool, query: str, history: Sequence[Mapping[str, Any]] = (),
+             schema: Schema = "signature") -> Filled:
+        key = tool, self.sidecar.prompt(tool, query, history, schema).tobytes()
+        if key not in self._filled:
+            self._filled[key] = self.sidecar.fill(tool, query, history, schema)
+        return self._filled[key]
+
+
+class Bench(RoutingBench):
+    """Asks every case in every arm, and times the two ways to describe a tool in turn."""
+
+    def __init__(self, cfg: Config, out: Path):
+        super().__init__(cfg, out)
+        self.section = cfg.sidecar_accuracy
+        self.by_identity = {tool.identity: tool for tool in self.tools}
+        self.cases = self._first("cases", self.section.n_cases)
+        self.coreference = self._first("coreference", self.section.n_coreference)
+        self.threshold = thresholds_of(cfg, out).get(cfg.routing.system)
+        model, options = open_model(cfg.model), cfg.arguments
+        self.runtime = Runtime(model, context_options(cfg.runtime, n_ctx=min(self.section.n_ctx, model.n_ctx_train)))
+        self.grammars = Grammars(model, bounds=Bounds(max_string_chars=options.max_string_chars,
+                                                      max_items=options.max_items))
+        self.sidecar = self._sidecar(options)
+        self.filler = Remembering(self.sidecar)
+        unpruned = options.model_copy(update={"window_tokens": ALL, "recent_turns": ALL, "surrogate_chars": ALL})
+        self.unpruned = Remembering(self._sidecar(unpruned))
+        self._warm = False
+
+    def cells(self) -> list[Cell]:
+        """One cell per case and arm, one per timed pair, and one for the registry's token counts."""
+        threshold = self.threshold and vars(self.threshold)
+        inputs = self.inputs(NAME, threshold=threshold)
+        asked = [(case, arm) for case in self.cases for arm in CASE_ARMS]
+        asked += [(case, arm) for case in self.coreference for arm in COREFERENCE_ARMS]
+        cells = [Cell({**inputs, "arm": TOKENS}, WEIGHTS[TOKENS], f"tokens of {len(self.tools)} tools")]
+        cells += [Cell({**inputs, "arm": arm, "case": case.id}, WEIGHTS[arm], f"{arm}, {case.id}")
+                  for case, arm in asked]
+        return cells + [Cell({**inputs, "arm": TIMED, "case": case.id, "repetition": repetition}, WEIGHTS[TIMED],
+                             f"timed pair {repetition + 1}, {case.id}")
+                        for repetition in range(self.section.repetitions) for case in self.cases[:self.section.n_timed]]
+
+    def measure(self, cell: Cell) -> list[dict]:
+        """One sample per tool for the token counts, one per side of a timed pair, else one."""
+        arm = cell.inputs["arm"]
+        if arm == TOKENS:
+            return self._token_counts()
+        self._warm_up()
+        cases = self.coreference if arm in COREFERENCE_ARMS else self.cases
+        case = next(case for case in cases if case.id == cell.inputs["case"])
+        if arm == TIMED:
+            return self._timed(case, cell.inputs["repetition"])
+        return [self._routed(case) if arm == ROUTED else self._told(case, arm)]
+
+    def close(self) -> None:
+        self.runtime.close()
+
+    def _routed(self, case: ArgumentCase) -> dict:
+        turn = Agent(self._router(), self.filler).turn(case.query)
+        return self._sample(case, ROUTED, turn.tool, turn.filled) | {"route_ms": turn.route.total_ms}
+
+    def _told(self, case: ArgumentCase, arm: str) -> dict:
+        tool = self.by_identity[case.tool]
+        filler = self.unpruned if arm == FULL_HISTORY else self.filler
+        history = case.history if arm in (WINDOW, FULL_HISTORY) else ()
+        filled = filler.fill(tool, case.query, history, "full" if arm == FULL else "signature")
+        sample = self._sample(case, arm, tool, filled)
+        if arm in COREFERENCE_ARMS:
+            # Routing reads the query alone, whatever the window.
+            route = self._router().route(case.query)
+            return sample | {"from_history": list(case.from_history), "routed_right": case.accepts(route.tool)}
+        signature = self.filler.signature(tool)
+        untold = [name for name, accepted in case.arguments.items()
+                  if information_missing(tool, signature, {name: accepted[0]})]
+        return sample | {"untold": untold}
+
+    def _sample(self, case: ArgumentCase, arm: str, tool: Tool | None, filled: Filled | None) -> dict:
+        right = case.right(filled.arguments) if case.accepts(tool) else dict.fromkeys(case.arguments, False)
+        sample = {"arm": arm, "case": case.id, "tool": _label(*case.tool),
+                  "chosen": None if tool is None else _label(*tool.identity), "tool_right": case.accepts(tool),
+                  "right": [name for name, is_right in right.items() if is_right],
+                  "wrong": [name for name, is_right in right.items() if not is_right]}
+        if filled is None:
+            return sample | {"filled": False}
+        return sample | {
+            "filled": True, "arguments_text": filled.text, "valid": filled.valid, "problems": list(filled.problems),
+            "placeholders": case.leaks(filled.arguments, tool), "n_arguments": len(filled.arguments),
+            "unspecified_optional": case.unspecified(filled.arguments, tool) if case.accepts(tool) else None,
+            "n_relaxed": len(filled.relaxed), "n_prompt_tokens": filled.n_prompt_tokens, "n_tokens": filled.n_tokens,
+            "n_rejected": filled.n_rejected, "first_token_ms": filled.first_token_ms, "total_ms": filled.total_ms}
+
+    def _timed(self, case: ArgumentCase, repetition: int) -> list[dict]:
+        """The pair in alternating order, so that neither side is always the one that runs on a warm machine."""
+        tool, router = self.by_identity[case.tool], self._router()
+        # A grammar is compiled once per tool, and not while a user waits.
+        self.grammars.compile(tool.input_schema)
+        self.sidecar.signature(tool)
+        sides = (SIGNATURE, FULL) if (self.cases.index(case) + repetition) % 2 == 0 else (FULL, SIGNATURE)
+        samples = []
+        for side in sides:
+            route_ms = router.route(case.query).total_ms if side == SIGNATURE else 0.0
+            n_prompt_tokens, first_token_ms = self._first_token(case, tool, side)
+            samples.append({"arm": TIMED, "case": case.id, "repetition": repetition, "side": side,
+                            "n_prompt_tokens": n_prompt_tokens, "route_ms": route_ms, "first_token_ms": first_token_ms})
+        return samples
+
+    def _first_token(self, case: ArgumentCase, tool: Tool, side: Schema) -> tuple[int, float]:
+        """Tokens of the prompt, and ms from the query's text to the first token of the arguments: what `fill` begins
+        with, without what follows.
+        """
+        with self.sidecar.lock:
+            begin = time.perf_counter()
+            prompt = self.sidecar.prompt(tool, case.query, (), side)
+            try:
+                logits = self.runtime.decode(prompt, 0, SEQ, logits=True)
+                self.grammars.compile(tool.input_schema).start(self.cfg.arguments.max_tokens).choose(logits)
+                return len(prompt), (time.perf_counter() - begin) * 1e3
+            finally:
+                self.runtime.seq_rm(SEQ)
+
+    def _token_counts(self) -> list[dict]:
+        model = self.runtime.model
+        counts = signature_statistics(self.tools, lambda text: len(model.tokenize(text)),
+                                      self.cfg.arguments.signature_tokens)
+        return [{"arm": TOKENS, "tool": _label(count["server"], count["name"]),
+                 "n_signature_tokens": count["n_signature_tokens"], "n_schema_tokens": count["n_schema_tokens"],
+                 "n_cut": len(count["cut"])} for count in counts]
+
+    def _warm_up(self) -> None:
+        """The first call of a process also compiles what it calls."""
+        if not self._warm:
+            self._router().route("warm up")
+            self.sidecar.fill(self.by_identity[self.cases[0].tool], "warm up")
+            self._warm = True
+
+    def _router(self) -> Router:
+        threshold = self.threshold
+        return self.router(self.cfg.routing.system, self.tools, threshold and threshold.tau,
+                           threshold and threshold.abstain_below)
+
+    def _sidecar(self, options) -> Sidecar:
+        return Sidecar(self.runtime, self.grammars, seq=SEQ, options=options,
+                       system_prompt=self.cfg.workload.system_prompt)
+
+    def _first(self, field: str, n: int) -> list[ArgumentCase]:
+        path = ROOT / getattr(self.section, field)
+        cases = load_argument_cases(path, self.tools)
+        if n > len(cases):
+            raise WorkloadError(f"{path}: sidecar_accuracy.n_{field} is {n} and there are {len(cases)}; lower it")
+        if field == "coreference" and (plain := [case.id for case in cases if not case.from_history]):
+            raise WorkloadError(f"{path}: case {plain[0]!r} has no \"from_history\"; name what the conversation tells")
+        return cases[:n]
+
+
+def summarise(cfg: Config, samples: Samples) -> list[dict]:
+    """One row per metric; differences between arms also have McNemar's p of no difference."""
+    seed, level = cfg.seed, cfg.statistics.level
+    arms = {arm: {s["case"]: s for s in members} for (arm,), members in
+            grouped([s for s in samples if s["arm"] not in (TOKENS, TIMED)], "arm").items()}
+    routed, rows = list(arms[ROUTED].values()), []
+
+    def row(metric: str, value: Estimate | None, **others: Any) -> None:
+        rows.append({"metric": metric, "value": value, **others})
+
+    def share(metric: str, flags: Sequence[bool]) -> None:
+        row(metric, stats.wilson(sum(flags), len(flags), level))
+
+    def difference(metric: str, one: Sequence[bool], other: Sequence[bool]) -> None:
+        row(metric, stats.mean_difference_paired(one, other, seed, level),
+            mcnemar_p=stats.mcnemar(sum(a and not b for a, b in zip(one, other)),
+                                    sum(b and not a for a, b in zip(one, other))))
+
+    share("routing_accuracy", [s["tool_right"] for s in routed])
+    share("specified_argument_accuracy", _specified(s for s in routed if s["tool_right"]))
+    share("end_to_end_argument_accuracy", _specified(routed))
+    told = {arm: [arms[arm][case] for case in sorted(arms[arm])] for arm in (SIGNATURE, FULL)}
+    share("specified_argument_accuracy_oracle_routing", _specified(told[SIGNATURE]))
+    share("specified_argument_accuracy_full_schema", _specified(told[FULL]))
+    difference("specified_argument_signature_minus_full_schema", _specified(told[SIGNATURE]), _specified(told[FULL]))
+    for suffix, calls in (("", routed), ("_full_schema", told[FULL])):
+        calls = [s for s in calls if s["filled"]]
+        share(f"json_valid_rate{suffix}", [s["valid"] for s in calls])
+        share(f"placeholder_leak_rate{suffix}", [bool(s["placeholders"]) for s in calls])
+        known = [s for s in calls if s["tool_right"]]
+        row(f"unspecified_optional_rate{suffix}", stats.wilson(
+            sum(len(s["unspecified_optional"]) for s in known), sum(s["n_arguments"] for s in known), level))
+    row("rejection_rate", stats.wilson(sum(s["n_rejected"] for s in routed if s["filled"]),
+                                       sum(s["n_tokens"] for s in routed if s["filled"]), level))
+
+    counts = [s for s in samples if s["arm"] == TOKENS]
+    row("ir_tokens_median", stats.median([s["n_signature_tokens"] for s in counts], seed, level))
+    row("ir_tokens_p99", stats.quantile([s["n_signature_tokens"] for s in counts], 0.99, seed, level))
+    row("schema_tokens_median", stats.median([s["n_schema_tokens"] for s in counts], seed, level))
+    saved = {s["tool"]: 1 - s["n_signature_tokens"] / s["n_schema_tokens"] for s in counts}
+    row("ir_token_saving", stats.median(list(saved.values()), seed, level))
+    share("ir_information_kept", [name not in s["untold"] for s in told[SIGNATURE] for name in s["right"] + s["wrong"]])
+
+    row("main_context_token_saving", stats.median([saved[s["tool"]] for s in told[SIGNATURE]], seed, level))
+    row("prompt_token_saving", stats.median(
+        [1 - short["n_prompt_tokens"] / full["n_prompt_tokens"] for short, full in zip(*told.values())], seed, level))
+    for arm in (SIGNATURE, FULL):
+        row(f"prompt_tokens_{arm}", stats.median([s["n_prompt_tokens"] for s in told[arm]], seed, level))
+
+    sides = {side: sorted(members, key=lambda s: (s["case"], s["repetition"])) for (side,), members in
+             grouped([s for s in samples if s["arm"] == TIMED], "side").items()}
+    full_ms = [s["first_token_ms"] for s in sides[FULL]]
+    given_ms = [s["first_token_ms"] for s in sides[SIGNATURE]]
+    found_ms = [s["route_ms"] + s["first_token_ms"] for s in sides[SIGNATURE]]
+    row("first_argument_speedup", stats.ratio_of_medians(full_ms, found_ms, seed, level, paired=True))
+    row("first_argument_speedup_tool_given", stats.ratio_of_medians(full_ms, given_ms, seed, level, paired=True))
+    row("first_argument_full_schema_ms", stats.median(full_ms, seed, level))
+    row("first_argument_signature_ms", stats.median(found_ms, seed, level))
+    row("route_ms", stats.median([s["route_ms"] for s in sides[SIGNATURE]], seed, level))
+    row("prefill_ms", stats.median(given_ms, seed, level))
+    filled = [s for s in routed if s["filled"]]
+    row("arguments_ms", stats.median([s["total_ms"] - s["first_token_ms"] for s in filled], seed, level))
+    row("turn_ms", stats.median([s["route_ms"] + s["total_ms"] for s in filled], seed, level))
+
+    referring = {arm: [arms[arm][case] for case in sorted(arms[arm])] for arm in COREFERENCE_ARMS}
+    for arm, suffix in ((WINDOW, ""), (NO_WINDOW, "_no_window"), (FULL_HISTORY, "_full_history")):
+        share(f"coreference_accuracy{suffix}", _referred(referring[arm]))
+        row(f"coreference_prompt_tokens{suffix}",
+            stats.median([s["n_prompt_tokens"] for s in referring[arm]], seed, level))
+    for arm in (NO_WINDOW, FULL_HISTORY):
+        difference(f"coreference_window_minus_{arm}", _referred(referring[WINDOW]), _referred(referring[arm]))
+    share("coreference_specified_argument_accuracy", _specified(referring[WINDOW]))
+    share("coreference_json_valid_rate", [s["valid"] for s in referring[WINDOW]])
+    share("coreference_placeholder_leak_rate", [bool(s["placeholders"]) for s in referring[WINDOW]])
+    share("coreference_routing_accuracy", [s["routed_right"] for s in referring[WINDOW]])
+    return rows
+
+
+def metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The value of every metric by name."""
+    return {row["metric"]: row["value"].value for row in rows}
+
+
+def _specified(samples: Any) -> list[bool]:
+    """Whether each specified argument is right, sample by sample; the arguments of one by name."""
+    return [name in s["right"] for s in samples for name in sorted(s["right"] + s["wrong"])]
+
+
+def _referred(samples: Any) -> list[bool]:
+    """The same of those arguments that only the conversation specifies."""
+    return [name in s["right"] for s in samples for name in sorted(s["from_history"])]
+
+
+def _label(server: str | None, name: str) -> str:
+    return name if server is None else f"{server}/{name}"
+
+
+def run(cfg: Config, out: Path) -> Path:
+    """Path of the artifact. Raises MissingArtifact without `calibration.json`, and whatever loading raises."""
+    bench = Bench(cfg, out)
+    try:
+        samples = measure_cells(cfg, bench.cells(), bench.measure, "sidecar accuracy")
+    finally:
+        bench.close()
+    rows = summarise(cfg, samples)
+    return write_results(NAME, cfg, out, tuple_=bench.tuple(), rows=rows, samples=samples, metrics=metrics(rows),
+                         isa=bench.isa)
+
+
+if __name__ == "__main__":
+    experiment_main(NAME, run)
