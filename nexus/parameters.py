@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
-# Objects in objects that are read; deeper ones, and a definition within itself, are folded to their type alone.
-MOST_DEPTH = 4
+# Objects and arrays in each other that are read; deeper ones, and a definition within itself, are their type alone.
+MOST_DEPTH = 6
 # Schemas read for one parameter: references can spell exponentially many in a short text.
-MOST_VISITS = 2000
+MOST_VISITS = 600
 # References, allOf and alternatives in each other, without a member between them.
 MOST_CHAIN = 32
 # Longer numbers say the range of a machine type, not of the parameter.
@@ -23,6 +23,8 @@ LONGEST_BOUND = 6
 LONGEST_DEFAULT = 24
 # No schema has such a keyword: marks a definition within itself.
 FOLDED = "\0folded"
+# Stands among `untold` for what is deeper or longer than is read.
+UNREAD = "inner parts"
 UNTOLD = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "multipleOf", "contains",
           "minContains", "maxContains", "propertyNames", "minProperties", "maxProperties", "not", "if", "then", "else",
           "dependencies", "dependentRequired", "dependentSchemas", "contentEncoding", "contentMediaType")
@@ -131,7 +133,10 @@ class _Reader:
         self.visits -= 1
         if schema is False:
             return None, seen
-        if not isinstance(schema, Mapping) or self.visits < 0 or chain > MOST_CHAIN:
+        if self.visits < 0 or chain > MOST_CHAIN:
+            self.untold.append(UNREAD)
+            return {}, seen
+        if not isinstance(schema, Mapping):
             return {}, seen
         if schema.get("not") is True or schema.get("not") == {}:
             return None, seen
@@ -142,6 +147,8 @@ class _Reader:
             if not isinstance(ref, str):
                 continue
             target = self._target(ref)
+            if target is True:
+                self.untold.append("$ref")
             if ref in seen:
                 folded = {"type": target["type"]} if isinstance(target, Mapping) and "type" in target else {}
                 flat = _merged(flat, folded | {FOLDED: True})
@@ -160,14 +167,15 @@ class _Reader:
         if flat is None:
             return None
         if self.visits < 0 or chain > MOST_CHAIN:
+            self.untold.append(UNREAD)
             return ()
         types = _types(flat)
         if "const" in flat or isinstance(flat.get("enum"), list):
             values = [flat["const"]] if "const" in flat else list(flat["enum"])
             if flat.get("nullable") is True:
                 values.append(None)
-            fitting = [value for value in values if not types or json_type(value) in types or value is None
-                       or "number" in types and json_type(value) == "integer"]
+            nullable = ["null"] if flat.get("nullable") is True else []
+            fitting = [value for value in values if not types or _is_of(value, types + nullable)]
             return unique([_literal(value) for value in fitting]) or None
         key = next((key for key in ("anyOf", "oneOf") if _branches(flat, key)), None)
         if key is not None and not (types == ["object"] and isinstance(flat.get("properties"), Mapping)):
@@ -249,10 +257,9 @@ class _Reader:
         if not kinds:
             return None
         kind = () if () in kinds else unique([alternative for kind in kinds for alternative in kind])
-        if not required and omitted and len(kind) > 1:
+        omitted = omitted and not required and NULL in kind and len(kind) > 1
+        if omitted:
             kind = tuple(alternative for alternative in kind if alternative != NULL)
-        else:
-            omitted = False
         return Parameter(name, required, kind, description, _default(default), untold, omitted)
 
     def _description(self, flat: Mapping) -> str:
@@ -274,6 +281,9 @@ class _Reader:
         return unique(found) if legal else None
 
     def _array(self, flat: dict, seen: frozenset[str], depth: int) -> Array:
+        if depth > MOST_DEPTH:
+            self.untold.append(UNREAD)
+            return Array(())
         items, prefix = flat.get("items"), flat.get("prefixItems")
         if isinstance(items, list):
             items, prefix = flat.get("additionalItems"), items
@@ -345,6 +355,12 @@ def json_type(value: Any) -> str:
         case Mapping():
             return "object"
     return "array"
+
+
+def _is_of(value: Any, types: list[str]) -> bool:
+    name = json_type(value)
+    whole = name == "integer" or isinstance(value, float) and value.is_integer()
+    return name in types or whole and ("integer" in types or "number" in types)
 
 
 def _merged(flat: dict[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,10 @@ def shortened(description: str, limit: int, *, sentence: bool = False) -> tuple[
         if opened > text.rfind(")") and opened > 0:
             text = text[:opened]
         words = text.rstrip(" .。,;:-–—(、，；").split(" ")
+        # Between words, a phrase that was begun goes too, unless much goes with it.
+        last = max((index for index, word in enumerate(words) if word.lower() in HOLLOW), default=0)
+        if not ends and last and 3 * last >= 2 * len(words):
+            words = words[:last]
         while len(words) > 1 and words[-1].lower() in HOLLOW:
             words.pop()
         text = " ".join(words)

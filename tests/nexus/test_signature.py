@@ -146,6 +146,7 @@ def test_tool_name(name, start):
     ("State to look for: 'open', 'closed', 'all'", 36, "State to look for: 'open', 'closed'", False),
     ("A number of the page (which begins at zero)", 30, "number of the page", False),
     ("Which of all the branches that the repository has", 30, "Which of all the branches", False),
+    ("Gets an old version of a specific page of a wiki", 36, "Gets an old version", False),
     ("名" * 20, 30, "名" * 10, False),
     ("x" * 50, 30, "x" * 30, False),
     ("a\u202e\x00b\u200bc", 80, "abc", True),
@@ -322,7 +323,7 @@ def chunks(text: str) -> int:
     return count
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(SEEDS, st.none() | st.integers(1, 80), st.sampled_from([None, len, chunks]))
 def test_any_schema(seed, budget, count_tokens):
     tool = Schemas(seed).tool()
@@ -346,7 +347,7 @@ def test_any_schema(seed, budget, count_tokens):
             assert f"{spelled(parameter.name)}: parameter" in signature.cut
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SEEDS)
 def test_uncut_signature_tells_everything(seed):
     """With a schema that is longer than any signature, all that a reader misses is what was folded."""
