@@ -77,6 +77,8 @@ class RadixArena {
     // Length of a slot's prompt, 0 for a free slot.
     int32_t length(int32_t slot) const { return at(slot).length; }
     bool pinned(int32_t slot) const { return at(slot).pinned; }
+    // What the last prompt that was placed asks for.
+    const RadixPlan & plan() const { return plan_; }
     int32_t evicted(int32_t i) const { return evicted_.at(i); }
 
     // Copies a slot's prompt, int32[length(slot)].
