@@ -8,14 +8,15 @@ budget keeps a way to its end in mind once the budget could run out: a token tha
 """
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from nexus import native
 from nexus.name_automaton import pieces_of
@@ -67,17 +68,47 @@ def tokenizer_of(model: Model) -> LLTokenizer:
         eos_token=max(0, int(model.gbl.llama_vocab_eos(vocabulary))))
 
 
+class _Bytes:
+    """A vocabulary without a tokeniser of its own, as llguidance wants one: texts are cut greedily."""
+
+    def __init__(self, pieces: Sequence[bytes], eos_token: int):
+        self.tokens, self.special_token_ids = list(pieces), [eos_token]
+        self.eos_token_id, self.bos_token_id = eos_token, None
+        self.longest_first = sorted((piece, token) for token, piece in enumerate(pieces) if piece)
+        self.longest_first.sort(key=lambda found: -len(found[0]))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        rest, tokens = text.encode() if isinstance(text, str) else text, []
+        while rest:
+            piece, token = next((found for found in self.longest_first if rest.startswith(found[0])))
+            tokens.append(token)
+            rest = rest[len(piece):]
+        return tokens
+
+
 class Grammars:
     """Compiles schemas for a model's vocabulary; a schema that was compiled before is not compiled again."""
 
-    def __init__(self, model: Model, *, engine: str = "llguidance", bounds: Bounds = Bounds()):
+    def __init__(self, model: Model | None, *, engine: str = "llguidance", bounds: Bounds = Bounds(),
+                 pieces: Sequence[bytes] | None = None, eos_token: int = 0):
+        """`pieces`, with `model` None, are the bytes of each token of a vocabulary without a model."""
         if engine not in ENGINES:
             raise ConstrainError(f"engine is {engine!r}; use one of {', '.join(ENGINES)}")
         # The tokeniser calls into the model: it must not be freed before.
-        self.model, self.bounds = model, bounds
-        self.tokenizer, self.limits = tokenizer_of(model), LLParserLimits(**LIMITS)
-        self.pieces = pieces_of(model)
+        self.model, self.bounds, self.limits = model, bounds, LLParserLimits(**LIMITS)
+        if model is not None:
+            self.pieces, self.tokenizer = pieces_of(model), tokenizer_of(model)
+        elif pieces is not None:
+            self.pieces, self.tokenizer = list(pieces), LLTokenizer(TokenizerWrapper(_Bytes(pieces, eos_token)))
+        else:
+            raise ConstrainError("model is None; give a model, or the pieces of a vocabulary")
         self._compiled: dict[str, Grammar] = {}
+
+    def emptied(self) -> Grammars:
+        """The same vocabulary and bounds with nothing compiled yet."""
+        anew = copy.copy(self)
+        anew._compiled = {}
+        return anew
 
     def compile(self, schema: Mapping[str, Any]) -> Grammar:
         """The grammar of JSON objects that the schema allows. Raises ConstrainError for a schema without any."""
@@ -133,6 +164,8 @@ class Walk:
         """Tokens accepted."""
         self.n_rejected = 0
         """How often the model's favourite was refused."""
+        self.n_steered = 0
+        """How often the budget decided instead of the logits."""
         self.finished = False
         self._written: list[bytes] = []
         self._left = max_tokens
@@ -159,10 +192,12 @@ class Walk:
         """As `choose`, for a caller who knows the token with the largest logit already."""
         if self.finished:
             raise ConstrainError("the text is finished; nothing may follow")
+        if np.isnan(logits[favourite]):
+            raise ConstrainError(f"the logit of token {favourite} is not a number; decode again")
         token = favourite
         if not self.matcher.try_consume_tokens([token]):
             self.n_rejected += 1
-            token = self.best_allowed(logits)
+            token = best_allowed(logits, self.mask())
             self._consume([token])
         if self._left is not None:
             token = self._within_budget(token)
@@ -171,18 +206,6 @@ class Walk:
         self.finished = self.matcher.is_stopped()
         if self.matcher.is_error():
             raise ConstrainError(f"llguidance gave up: {self.matcher.get_error().strip()[:300]}")
-        return token
-
-    def best_allowed(self, logits: np.ndarray) -> int:
-        """The allowed token with the largest logit, of equal ones the lowest, by the mask over the vocabulary."""
-        n_vocab = self.grammar.grammars.tokenizer.vocab_size
-        if logits.dtype != np.float32 or logits.shape != (n_vocab,) or not logits.flags.c_contiguous:
-            raise ConstrainError(f"logits are {logits.dtype}{list(logits.shape)}; give a contiguous float32[{n_vocab}]")
-        mask = self.mask()
-        token = int(_kernel().best_allowed(logits.ctypes.data, mask.ctypes.data, n_vocab))
-        if token < 0:
-            what = "is not a number" if token == -2 else "does not exist"
-            raise ConstrainError(f"the logit of an allowed token {what}: {self.matcher.get_error().strip()[:200]}")
         return token
 
     def mask(self) -> np.ndarray:
@@ -242,6 +265,7 @@ class Walk:
             if not known:
                 raise ConstrainError(f"max_tokens: {self._left + 1} are left and the text needs more; raise it")
             token, way = known[0], known[1:]
+            self.n_steered += 1
             self._consume([token])
         self._way = way
         return token
@@ -250,6 +274,21 @@ class Walk:
         if self.matcher.try_consume_tokens(tokens) != len(tokens):
             raise ConstrainError(f"llguidance refused {tokens} that it had allowed: {self.matcher.get_error()[:200]}")
 
+
+
+def best_allowed(logits: np.ndarray, mask: np.ndarray) -> int:
+    """The token with the largest logit (float32[n_vocab]) among those of a mask (uint32), of equal ones the lowest.
+
+    Raises ConstrainError where the mask allows none, and for an allowed logit that is not a number.
+    """
+    if logits.dtype != np.float32 or logits.shape[0] > 32 * len(mask) or not logits.flags.c_contiguous:
+        raise ConstrainError(f"logits are {logits.dtype}{list(logits.shape)}; give at most {32 * len(mask)} contiguous "
+                             "float32")
+    token = int(_kernel().best_allowed(logits.ctypes.data, mask.ctypes.data, len(logits)))
+    if token < 0:
+        raise ConstrainError("the mask allows no token" if token == -1 else
+                             "the logit of an allowed token is not a number; decode again")
+    return token
 
 
 def in_string(text: bytes) -> bool:

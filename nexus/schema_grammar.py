@@ -41,6 +41,8 @@ class Bounds:
     """Limits of what is written where the schema sets none; its own smaller ones and larger minima win."""
 
     max_string_chars: int = 256
+    max_code_chars: int = 64
+    """Of strings whose pattern lists the characters of a whole code, such as a key or a number."""
     max_key_chars: int = 64
     """Of keys that the schema does not name."""
     max_items: int = 16
@@ -49,7 +51,7 @@ class Bounds:
     """How often a reference may contain itself, and how deep a free value may be nested."""
 
     def __post_init__(self):
-        for field in ("max_string_chars", "max_key_chars", "max_items", "depth"):
+        for field in ("max_string_chars", "max_code_chars", "max_key_chars", "max_items", "depth"):
             if getattr(self, field) < 1:
                 raise SchemaGrammarError(f"{field} is {getattr(self, field)}; give at least 1")
 
@@ -251,7 +253,8 @@ class _Writer:
 
     def string(self, schema: dict, path: str) -> _Rule | None:
         least = int(schema.get("minLength", 0))
-        most = max(least, self.bounds.max_string_chars)
+        bounds = self.bounds
+        most = max(least, bounds.max_code_chars if is_code(schema.get("pattern")) else bounds.max_string_chars)
         if schema.get("maxLength", most) < least:
             return None
         most = min(most, int(schema.get("maxLength", most)))
@@ -540,6 +543,13 @@ def both(tests: Sequence[str]) -> str:
         return tests[0] if tests else ""
     half = len(tests) // 2
     return f"and({both(tests[:half])}, {both(tests[half:])})"
+
+
+def is_code(pattern: Any) -> bool:
+    """Whether a pattern is of a whole string and names all its characters: no text is written into such a field."""
+    if not isinstance(pattern, str) or not (pattern.startswith("^") and pattern.endswith("$")):
+        return False
+    return not re.search(r"\\[SWDpP]|\[\^|\.", re.sub(r"\\[^SWDpP]", "", pattern))
 
 
 def matches(pattern: str, key: str) -> bool:
