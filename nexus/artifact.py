@@ -18,10 +18,17 @@ from nexus.stats import Estimate
 
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).with_name("artifact.schema.json")
+# Where an artifact does not have its experiment's name.
+PATHS = {"sidecar_accuracy": "sidecar/accuracy"}
 
 
 class ArtifactError(ValueError):
     """An artifact that does not have the form of `artifact.schema.json`; the message names the row and the key."""
+
+
+def path_of(experiment: str, out: Path) -> Path:
+    """Where the experiment's artifact is in a run's folder: `<out>/<experiment>.json`, but for those in PATHS."""
+    return out / f"{PATHS.get(experiment, experiment)}.json"
 
 
 def write(

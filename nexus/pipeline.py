@@ -37,8 +37,6 @@ LOCKS = ROOT / ".nexus" / "locks"
 DONE = ROOT / ".nexus" / "done"
 SWEEPS = ROOT / ".nexus" / "sweeps"
 SLUG_LENGTH = 80
-# Where an artifact does not have its experiment's name.
-ARTIFACTS = {"sidecar_accuracy": "sidecar/accuracy"}
 # These sample every system; which one is the default is told by their rows alone.
 ALL_SYSTEMS = ("calibration", "routing_accuracy_n250", "routing_generalisation")
 
@@ -139,7 +137,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
             "models": _models(name, cfg),
             "files": [_file_sha256(path) if path.is_file() else None for path in _others(name, cfg, out)],
         }
-        path = artifact_path(name, out)
+        path = artifact.path_of(name, out)
         if not cfg.force and _is_current(record, inputs, path):
             print(f"{name}: {_shown(path)} is complete for this configuration and code; force=true measures it again")
             return path
@@ -195,7 +193,7 @@ def write_results(
     isa: str,
     threads: int | None = None,
 ) -> Path:
-    """Path of the artifact (`artifact_path`), after it, its samples and the metrics are written.
+    """Path of the artifact (`artifact.path_of`), after it, its samples and the metrics are written.
 
     tuple_     the model under test, `model_tuple.tuple_of`
     rows       of the artifact, and the `samples` that they summarise (`artifact.write`)
@@ -205,18 +203,13 @@ def write_results(
 
     Raises ArtifactError for what the artifact's form refuses, ValueError for metrics that are not finite.
     """
-    path = artifact_path(name, out)
+    path = artifact.path_of(name, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance.collect(isa=isa, threads=threads or cfg.runtime.n_threads)
     artifact.write(path, experiment=name, tuple_=tuple_, config=cfg.resolved(name), rows=rows, samples=samples,
                    provenance=origin)
     write_metrics(out, name, metrics)
     return path
-
-
-def artifact_path(name: str, out: Path) -> Path:
-    """Where the experiment's artifact is in a run's folder: `<out>/<name>.json`, but for those in `ARTIFACTS`."""
-    return out / f"{ARTIFACTS.get(name, name)}.json"
 
 
 def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:

@@ -37,8 +37,8 @@ class MissingArtifact(FileNotFoundError):
 
 
 def stored(cfg: Config, out: Path, experiment: str) -> dict[str, Any]:
-    """The artifact `<out>/<experiment>.json`. Raises MissingArtifact, and ArtifactError where it is broken."""
-    path = out / f"{experiment}.json"
+    """The experiment's artifact in `out`. Raises MissingArtifact, and ArtifactError where it is broken."""
+    path = stored_form.path_of(experiment, out)
     try:
         return stored_form.read(path)
     except FileNotFoundError:
