@@ -1,10 +1,10 @@
 """What padding to 128 bytes does to the block allocator under contention; latency by order; what rounding loses.
 
-The paper pads allocator and mutex to lines of their own and measures no effect; this measures one. Both layouts are one
-C++ template, with and without its alignas, and serve the same private requests of each thread (64 KiB to 4 MiB, up to 32
-blocks at a time); after each a thread bumps a counter. Unpadded, a counter, the mutex and the hot state of an allocator
-are one line, and the counter belongs to another thread; padded, each has its own. kernels/allocator_contention.hpp has
-the details. `sharing` says whose the allocators are:
+The paper pads allocator and mutex to lines of their own and gives no measurement of it; this does. Both layouts are
+one C++ template, with and without its alignas, and serve the same private requests of each thread (64 KiB to 4 MiB, up
+to 32 blocks at a time); after each a thread bumps a counter. Unpadded, a counter, the mutex and the hot state of an
+allocator are one line, and the counter belongs to another thread; padded, each has its own. The details are in
+kernels/allocator_contention.hpp. `sharing` says whose the allocators are:
 
     own   one per thread: nothing is shared but lines, so any difference is false sharing
     one   all threads contend for one, which is slow however it is laid out
@@ -13,11 +13,12 @@ the details. `sharing` says whose the allocators are:
 malloc is glibc's (or the system's) aligned_alloc of the same sizes; nobody touches the memory, so it pays for no page
 faults, while ours is bookkeeping over memory that is there. Rates are taken over the whole run, and times of single
 requests in runs of their own, a quarter as long, since reading the clock twice costs as much as a request: rows named
-`clock` do nothing else. Contestants come in shuffled order in every repetition, and ratios pair those of one repetition.
-With more threads than CPUs (`oversubscribed`) the system's scheduler is measured, too. Threads stay on one CPU each.
+`clock` do nothing else. Contestants come in shuffled order in every repetition, and ratios pair those of one
+repetition. Threads stay on one CPU each; with more threads than CPUs (`oversubscribed`) the scheduler is measured, too.
 
-Rows of kind `fragmentation` send blocks of random sizes through an arena, once as the allocator places them ("trimmed":
-what a block does not need of its power of two is free at once), once with every request rounded up, as plain buddies do.
+Rows of kind `fragmentation` send blocks of random sizes through an arena, once as the allocator places them
+("trimmed": what a block does not need of its power of two is free at once), once with every request rounded up, as
+plain buddies do.
 """
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64 << 10, 4 << 20
 
 
 class AllocatorFailure(RuntimeError):
-    """An allocator refused a request that it has room for, or is not empty at the end: no time of it is worth anything."""
+    """An allocator refused a request that it has room for, or is not empty at the end; its times are worth nothing."""
 
 
 @functools.cache
@@ -111,7 +112,7 @@ def order_samples(n_operations: int, repetitions: int, seed: int) -> list[dict]:
             samples.append({"kind": "order", "n_threads": 1, "sharing": "none", "layout": layout, "order": order,
                             "repetition": repetition,
                             **{f"{call}_{name}_ns": float(getattr(times, f"{call}_{name}_ns"))
-                               for call in ("allocate", "release") for name in ("p50", "p99")}})
+                               for call in ("allocate", "free") for name in ("p50", "p99")}})
     return samples
 
 
@@ -174,7 +175,8 @@ def summarise(samples: list[dict], seed: int, level: float, n_cpus: int) -> list
         row |= {name: stats.median([sample[name] for sample in of_row], seed, level) for name in measured}
         if row["kind"] == "contention":
             row["oversubscribed"] = row["n_threads"] > n_cpus
-            for peer, against in (("unpadded", {"layout": "unpadded"}), ("malloc", {"layout": "malloc", "sharing": "own"})):
+            for peer, against in (("unpadded", {"layout": "unpadded"}),
+                                  ("malloc", {"layout": "malloc", "sharing": "own"})):
                 if row["layout"] == "padded" or (row["layout"], peer) == ("unpadded", "malloc"):
                     other = {sample["repetition"]: sample["operations_per_s"] for sample in samples
                              if all(sample[name] == value for name, value in {

@@ -5,10 +5,10 @@
 // Counters and allocators stand in one array of seats {counter, allocator}; thread t bumps the counter of seat t+1.
 //   one     all threads share the allocator of seat 0, and one of them bumps the counter beside it
 //   own     thread t alone uses the allocator of seat t, and another bumps the counter beside it: no data is shared
-// Every seat begins on a line. In the padded layout counter, mutex, hot state and bitmaps have lines of their own within
-// it. In the unpadded one, which is the same template without any alignas, counter, mutex and hot state are the seat's
-// first line: what another thread writes to the counter takes the line away from the thread that locks. Both layouts do
-// the same work on the same requests. No memory is touched but the allocators' own.
+// Every seat begins on a line. In the padded layout counter, mutex, hot state and bitmaps have lines of their own. In
+// the unpadded one, which is the same template without any alignas, counter, mutex and hot state are the seat's first
+// line: what another thread writes to the counter takes the line away from the thread that locks. Both layouts do the
+// same work on the same requests. No memory is touched but the allocators' own.
 #pragma once
 
 #include <algorithm>
@@ -243,7 +243,7 @@ inline ContentionRun contend(int32_t layout, bool shared, uint32_t n_threads, si
 // Nanoseconds of one allocation and one release of 2^order units by one thread, medians and 99th percentiles. The buddy
 // allocator is empty before each: it splits from the largest block down and merges all the way up, its worst case.
 struct OrderTimes {
-    double allocate_p50_ns = 0, allocate_p99_ns = 0, release_p50_ns = 0, release_p99_ns = 0;
+    double allocate_p50_ns = 0, allocate_p99_ns = 0, free_p50_ns = 0, free_p99_ns = 0;
     uint64_t n_failed = 0;
 };
 
@@ -268,8 +268,8 @@ template <typename Seat> OrderTimes order_times_on(uint32_t order, size_t n_oper
     }
     found.allocate_p50_ns = nth_of(allocate, 0.5);
     found.allocate_p99_ns = nth_of(allocate, 0.99);
-    found.release_p50_ns = nth_of(release, 0.5);
-    found.release_p99_ns = nth_of(release, 0.99);
+    found.free_p50_ns = nth_of(release, 0.5);
+    found.free_p99_ns = nth_of(release, 0.99);
     return found;
 }
 
@@ -283,7 +283,7 @@ struct NoSeat {
 inline OrderTimes order_times(int32_t layout, uint32_t order, size_t n_operations) {
     if (order >= kBuddyOrders || (kContentionUnit << order) > kContentionCapacity || n_operations == 0) {
         throw std::invalid_argument("order is " + std::to_string(order) + " and n_operations " +
-                                    std::to_string(n_operations) + "; give an order that fits and at least one operation");
+                                    std::to_string(n_operations) + "; give an order that fits and an operation");
     }
     switch (layout) {
         case 0: return order_times_on<BuddySeat<kBuddyLine>>(order, n_operations);

@@ -131,8 +131,8 @@ template <size_t Line> class alignas(Line) BasicBuddyAllocator {
     BasicBuddyAllocator(const BasicBuddyAllocator &) = delete;
     BasicBuddyAllocator & operator=(const BasicBuddyAllocator &) = delete;
 
-    // Offset of a block of at least `bytes` bytes, a multiple of min_block and of the block's size rounded up to a power
-    // of two; or a BuddyError, with nothing changed.
+    // Offset of a block of at least `bytes` bytes, a multiple of its units rounded up to a power of two; or a
+    // BuddyError, with nothing changed.
     int64_t allocate(size_t bytes) {
         const BuddyGeometry & g = all_.geometry;
         if (bytes == 0) {
@@ -206,8 +206,8 @@ template <size_t Line> class alignas(Line) BasicBuddyAllocator {
   private:
     static uint32_t floor_log2(uint32_t n) { return 31 - uint32_t(__builtin_clz(n)); }
 
-    // Sets every bitmap's pointers into the slab, where there is one; the bytes that all of them need. Each order begins
-    // on a line of its own.
+    // Sets every bitmap's pointers into the slab, where there is one; the bytes that all of them need. Each order
+    // begins on a line of its own.
     size_t lay_out(uint8_t * slab) {
         BuddyGeometry & g = all_.geometry;
         size_t at = 0;

@@ -45,7 +45,7 @@ def test_every_contestant_is_timed_and_a_second_run_measures_nothing(measured, m
     assert [(row["order"], row["layout"]) for row in rows["order"]] == [
         (order, layout) for order in block_allocator.ORDERS for layout in block_allocator.LAYOUTS]
     for row in rows["order"]:
-        for call in ("allocate", "release"):
+        for call in ("allocate", "free"):
             assert 0 <= row[f"{call}_p50_ns"]["value"] <= row[f"{call}_p99_ns"]["value"]
     assert [row["layout"] for row in rows["fragmentation"]] == ["trimmed", "power-of-two"]
     assert written["provenance"]["threads"] == 2 and written["tuple"]["embedder"] is None
@@ -99,7 +99,8 @@ def test_rows_of_known_times():
 def test_a_run_that_went_wrong_is_no_measurement(monkeypatch, n_failed, whole):
     run = SimpleNamespace(operations_per_s=1e6, p50_ns=1.0, p99_ns=2.0, n_failed=n_failed, whole=whole)
     monkeypatch.setattr(block_allocator, "contention_kernels", lambda: SimpleNamespace(contend=lambda *_: run))
-    with pytest.raises(block_allocator.AllocatorFailure, match=f"{n_failed} requests failed, whole at the end: {whole}"):
+    told = f"{n_failed} requests failed, whole at the end: {whole}"
+    with pytest.raises(block_allocator.AllocatorFailure, match=told):
         block_allocator.contend("padded", "own", 2, 100, 0)
 
 

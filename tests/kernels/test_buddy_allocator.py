@@ -1,4 +1,4 @@
-"""The buddy allocator against a list of intervals: no overlap, alignment, the lowest address, and whole again at the end.
+"""The buddy allocator against sets of intervals: no overlap, alignment, the lowest address, and whole at the end.
 
 What several threads do to it, and what it allocates itself, is checked by buddy_check.cpp under the sanitizers.
 """
