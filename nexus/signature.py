@@ -20,7 +20,7 @@ from nexus.tool_document import name_words
 
 CountTokens = Callable[[str], int]
 Cut = tuple[str, str | int]
-# Characters of a parameter's description, from the roomiest to what is left before all go.
+# Bytes of a parameter's description, from the roomiest to what is left before descriptions go.
 LIMITS = (80, 48, 32)
 # A tool has one description, which says what all parameters are for.
 TOOL_SHARE = 1.5
@@ -55,43 +55,52 @@ class Signature:
     """
 
 
-def signature_of(tool: Tool, max_tokens: int | None = None, count_tokens: CountTokens | None = None) -> Signature:
+def signature_of(tool: Tool, max_tokens: int | None = None, count_tokens: CountTokens | None = None, *,
+                 described_tokens: int | None = None) -> Signature:
     """The tool's signature of at most `max_tokens` tokens, and what was cut to get there.
 
     Cut while over the budget, in this order: long descriptions; defaults and bounds; descriptions of what is optional,
-    those first that add least to the names; optional members of objects; the tool's description; descriptions of what
-    is required; formats; long lists of values; values and members of optional parameters; optional parameters from the
+    those first that add least to the names; the tool's description; descriptions of what is required; optional members
+    of objects; formats; long lists of values; values and members of optional parameters; optional parameters from the
     last to the first. Then required objects lose their members, and lists of values their values. Names and types of
     required parameters stay, also above the budget. Never longer than `tool_text`: that is a budget too, and the only
     one for which types go as well.
 
+    `described_tokens`: a tighter budget that takes descriptions, defaults and bounds alone, so that a tool with few
+    parameters does not fill the room that one with many needs.
+
     Without `count_tokens`, a token is taken as BYTES_PER_TOKEN bytes of UTF-8. Raises ValueError for a budget below 1.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; give at least 1, or None for no budget")
+    for name, value in (("max_tokens", max_tokens), ("described_tokens", described_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; give at least 1, or None for no budget")
     count = count_tokens or rough_tokens
     n_schema = count(tool_text(tool))
     budget = n_schema if max_tokens is None else min(max_tokens, n_schema)
     draft = _Draft(tool)
-    cuts = draft.cuts()
+    descriptive, others = draft.cuts()
+    cuts = descriptive + others
 
-    def fits(n_cuts: int) -> bool:
-        return count(draft.rendered(cuts[:n_cuts])[0]) <= budget
+    def fewest(n_most: int, most_tokens: int) -> int:
+        """Cuts that meet a budget, or `n_most`: each makes the text shorter, or leaves it."""
+        return bisect_left(range(n_most), True, key=lambda n_cuts: (
+            count(draft.rendered(cuts[:n_cuts])[0]) <= most_tokens))
 
-    # The fewest cuts that meet the budget: each makes the text shorter, or leaves it.
-    n_cuts = bisect_left(range(len(cuts)), True, key=fits)
+    n_cuts = fewest(len(cuts), budget)
+    if described_tokens is not None:
+        n_cuts = max(n_cuts, fewest(len(descriptive), described_tokens))
     text, cut = draft.rendered(cuts[:n_cuts])
     if n_cuts == len(cuts) and count(text) > n_schema:
         text, cut = draft.rendered([*cuts, (TOOL_PATH, "types")])
     return Signature(text, cut)
 
 
-def signature_statistics(tools: Iterable[Tool], count_tokens: CountTokens,
-                         max_tokens: int | None = None) -> list[dict[str, Any]]:
+def signature_statistics(tools: Iterable[Tool], count_tokens: CountTokens, max_tokens: int | None = None, *,
+                         described_tokens: int | None = None) -> list[dict[str, Any]]:
     """Per tool: server, name, tokens of its signature and of its full text (`tool_text`), and what was cut."""
     rows = []
     for tool in tools:
-        signature = signature_of(tool, max_tokens, count_tokens)
+        signature = signature_of(tool, max_tokens, count_tokens, described_tokens=described_tokens)
         rows.append({"server": tool.server, "name": tool.name, "n_signature_tokens": count_tokens(signature.text),
                      "n_schema_tokens": count_tokens(tool_text(tool)), "cut": list(signature.cut)})
     return rows
@@ -154,8 +163,8 @@ class _Draft:
         self.arguments = parameters_of(tool.input_schema)
         self._limit, self._without, self._cut = LIMITS[0], frozenset(), []
 
-    def cuts(self) -> list[Cut]:
-        """All cuts, in the order in which they are made; see `signature_of`."""
+    def cuts(self) -> tuple[list[Cut], list[Cut]]:
+        """All cuts in the order in which they are made, see `signature_of`: of descriptions and such, and of more."""
         places = list(_places(self.arguments, "", False, False))[::-1]
         every = [path for path, *_ in places]
         optional = [path for path, _, may_go, _ in places if may_go]
@@ -167,12 +176,13 @@ class _Draft:
         def cut(what: str, paths: Iterable[str]) -> list[Cut]:
             return [(path, what) for path in paths]
 
-        return [*cut(LIMITS[1], [TOOL_PATH]), *cut("default", every), *cut(LIMITS[2], [TOOL_PATH]),
-                *cut("description", sorted(optional, key=says.get)), *cut("parameter", loose),
-                *cut("description", [TOOL_PATH, *sorted(required, key=says.get)]), *cut("either", [TOOL_PATH]),
-                *cut("format", every), *cut("some values", optional + required), *cut("values", optional),
-                *cut("members", optional), *cut("parameter", last), *cut("members", required),
-                *cut("values", required)]
+        descriptive = [*cut(LIMITS[1], [TOOL_PATH]), *cut("default", every), *cut(LIMITS[2], [TOOL_PATH]),
+                       *cut("description", [*sorted(optional, key=says.get), TOOL_PATH,
+                                            *sorted(required, key=says.get)])]
+        return descriptive, [
+            *cut("parameter", loose), *cut("either", [TOOL_PATH]), *cut("format", every),
+            *cut("some values", optional + required), *cut("values", optional), *cut("members", optional),
+            *cut("parameter", last), *cut("members", required), *cut("values", required)]
 
     def _novelty(self, parameter: Parameter) -> tuple[bool, int]:
         """What a description adds to the names: whether it has an example or a value, and how many words."""

@@ -178,11 +178,12 @@ ORDER = [
     'scope?: {kind: "a"|"b", deep?: boolean}) // Lists what has to be done',
     'f(owner: string /* Who the repository belongs to */, state: {states} /* Where the work is */, since?: '
     'string(date-time), page?: integer, scope?: {kind: "a"|"b", deep?: boolean}) // Lists what has to be done',
-    # Optional members, the tool's description, descriptions of what is required.
+    # The tool's description, descriptions of what is required.
     'f(owner: string /* Who the repository belongs to */, state: {states} /* Where the work is */, since?: '
-    'string(date-time), page?: integer, scope?: {kind: "a"|"b", ...}) // Lists what has to be done',
-    'f(owner: string /* Who the repository belongs to */, state: {states} /* Where the work is */, since?: '
-    'string(date-time), page?: integer, scope?: {kind: "a"|"b", ...})',
+    'string(date-time), page?: integer, scope?: {kind: "a"|"b", deep?: boolean})',
+    'f(owner: string, state: {states}, since?: string(date-time), page?: integer, scope?: {kind: "a"|"b", '
+    'deep?: boolean})',
+    # Optional members.
     'f(owner: string, state: {states}, since?: string(date-time), page?: integer, scope?: {kind: "a"|"b", ...})',
     # Formats, lists of values, members, optional parameters.
     'f(owner: string, state: {states}, since?: string, page?: integer, scope?: {kind: "a"|"b", ...})',
@@ -195,8 +196,6 @@ ORDER = [
     # Values of what is required.
     'f(owner: string, state: string, ...)',
 ]
-
-
 STATES = [f'"state {n}"' for n in range(9)]
 LINES = [line.replace("{states}", "|".join(STATES)).replace("{few}", "|".join(STATES[:4]) + "|...") for line in ORDER]
 
@@ -210,6 +209,14 @@ def test_cuts_in_the_stated_order(line):
 def test_budget_of_one_makes_the_shortest_line_and_none_the_longest():
     wide = tool(WIDE, WIDE_NOTE)
     assert (signature_of(wide, None, len).text, signature_of(wide, 1, len).text) == (LINES[0], LINES[-1])
+
+
+@pytest.mark.parametrize("described_tokens, line", [
+    (1, LINES[5]), (len(LINES[5]), LINES[5]), (len(LINES[4]), LINES[4]), (len(LINES[0]), LINES[0]), (None, LINES[0])])
+def test_descriptions_have_a_budget_of_their_own(described_tokens, line):
+    wide = tool(WIDE, WIDE_NOTE)
+    assert signature_of(wide, None, len, described_tokens=described_tokens).text == line
+    assert signature_of(wide, 1, len, described_tokens=described_tokens).text == LINES[-1]
 
 
 def test_cut_says_what_is_gone():
@@ -243,6 +250,8 @@ def test_exponential_references_are_bounded():
 def test_budget_below_one(budget):
     with pytest.raises(ValueError, match=f"max_tokens is {budget}"):
         signature_of(tool({}), budget)
+    with pytest.raises(ValueError, match=f"described_tokens is {budget}"):
+        signature_of(tool({}), described_tokens=budget)
 
 
 class Schemas:
