@@ -120,8 +120,7 @@ class Grammars:
 
     def problem_of(self, lark: str) -> str:
         """llguidance's complaint about a grammar in one line, "" for none."""
-        matcher = self.matcher(lark)
-        return " ".join(matcher.get_error().split())[:300] if matcher.is_error() else ""
+        return complaint(self.matcher(lark))
 
     def matcher(self, lark: str) -> LLMatcher:
         return LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=self.limits)
@@ -138,8 +137,8 @@ class Grammar:
             raise ConstrainError(f"schema: {error}") from None
         self.lark, self.relaxed, self.closing_bytes = written.lark, written.relaxed, written.closing_bytes
         self._matcher = grammars.matcher(written.lark)
-        if self._matcher.is_error():
-            raise ConstrainError(f"schema: llguidance refuses its grammar ({self._matcher.get_error().strip()[:300]})")
+        if problem := complaint(self._matcher):
+            raise ConstrainError(f"schema: llguidance refuses its grammar: {problem}")
         tokenizer = grammars.tokenizer
         self.closers, self.openers, self.closing_quote = (
             [tokenizer.tokenize_bytes(text) for text in texts] for texts in (CLOSERS, OPENERS, (b'"',)))
@@ -204,8 +203,8 @@ class Walk:
         self._written.append(self.grammar.grammars.pieces[token])
         self.n_chosen += 1
         self.finished = self.matcher.is_stopped()
-        if self.matcher.is_error():
-            raise ConstrainError(f"llguidance gave up: {self.matcher.get_error().strip()[:300]}")
+        if problem := complaint(self.matcher):
+            raise ConstrainError(f"llguidance gave up behind {self.text[-40:]!r}: {problem}")
         return token
 
     def mask(self) -> np.ndarray:
@@ -272,7 +271,7 @@ class Walk:
 
     def _consume(self, tokens: list[int]) -> None:
         if self.matcher.try_consume_tokens(tokens) != len(tokens):
-            raise ConstrainError(f"llguidance refused {tokens} that it had allowed: {self.matcher.get_error()[:200]}")
+            raise ConstrainError(f"llguidance refuses {tokens}, which it allowed: {complaint(self.matcher)}")
 
 
 
@@ -289,6 +288,14 @@ def best_allowed(logits: np.ndarray, mask: np.ndarray) -> int:
         raise ConstrainError("the mask allows no token" if token == -1 else
                              "the logit of an allowed token is not a number; decode again")
     return token
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """What a matcher says went wrong, in one line without the grammar; "" for nothing."""
+    if not matcher.is_error():
+        return ""
+    text = re.split(r"\n\s*\d+ \| ", matcher.get_error())[0]
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))[:300]
 
 
 def in_string(text: bytes) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator
 
-from nexus.schema_merge import OF_TYPE, Schema, UnresolvedReference, disjoint, merged, plain, resolved, types_of
+from nexus.schema_merge import OF_TYPE, TYPES, Schema, UnresolvedReference, disjoint, merged, plain, resolved, types_of
 
 # Integers that every JSON reader keeps exactly.
 LARGEST_INTEGER = 2**53 - 1
@@ -28,8 +27,43 @@ JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'
 # Control characters without a letter cannot be written: no argument needs them, and \u could spell half a pair.
 NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?/"
 NUMBER_BYTES = 30
+# What a pattern may ask for that needs more than our bound.
+UNBOUNDED_CHARS = 4096
 UNSUPPORTED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "$dynamicRef",
                "$recursiveRef")
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, int | float) and not isinstance(item, bool)
+
+
+def _is_count(item: Any) -> bool:
+    return _is_number(item) and item >= 0 and item == int(item)
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) and len(item) > 0
+
+
+def _is_schema(item: Any) -> bool:
+    return isinstance(item, bool | Mapping)
+
+
+# What makes a value of a keyword usable; schemas in the wild are not always schemas.
+FORMS: dict[str, Callable[[Any], bool]] = {
+    "type": lambda item: set([item] if isinstance(item, str) else item if _is_list(item) else ["?"]) <= set(TYPES),
+    "$ref": lambda item: isinstance(item, str),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    "multipleOf": lambda item: _is_number(item) and item > 0,
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count),
+    **dict.fromkeys(("pattern", "format"), lambda item: isinstance(item, str)),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf"), _is_list),
+    "enum": lambda item: isinstance(item, list),
+    "required": lambda item: isinstance(item, list) and all(isinstance(key, str) for key in item),
+    "prefixItems": lambda item: isinstance(item, list),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), _is_schema),
+    **dict.fromkeys(("properties", "patternProperties"), lambda item: isinstance(item, Mapping)),
+}
 
 
 class SchemaGrammarError(ValueError):
@@ -118,7 +152,7 @@ class _Writer:
     # A value of any kind. None stands for a schema that nothing satisfies.
 
     def value(self, schema: Any, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
-        schema = plain(schema)
+        schema = self.well_formed(schema, path)
         if isinstance(schema, dict) and schema.keys() == {"$ref"}:
             return self.reference(schema["$ref"], path, depth, open_)
         schema, depth, open_ = self.flat(schema, path, depth, open_)
@@ -134,6 +168,18 @@ class _Writer:
                 return self.alternative_schemas(keyword, schema, path, depth, open_)
         names = types_of(schema)
         return self.alternatives([self.typed(name, schema, path, depth, open_) for name in names])
+
+    def well_formed(self, schema: Any, path: str) -> Schema:
+        """The schema, plain, without keywords whose values are not of their form; each is reported."""
+        schema = plain(schema)
+        if isinstance(schema, bool):
+            return schema
+        found = dict(schema)
+        for keyword, item in schema.items():
+            if (allowed := FORMS.get(keyword)) and not allowed(item):
+                self.relax(path, keyword, f"{str(item)[:60]!r} is no value for this keyword")
+                del found[keyword]
+        return found or True
 
     def reference(self, reference: str, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
         depth += reference in open_
@@ -163,7 +209,7 @@ class _Writer:
             parts += schema.get("allOf", ())
             whole: Schema = True
             for part in parts:
-                part = plain(part)
+                part = self.well_formed(part, path)
                 if isinstance(part, dict) and "$ref" in part:
                     reference = part["$ref"]
                     depth += reference in open_
@@ -171,7 +217,8 @@ class _Writer:
                         return False, depth, open_
                     open_ |= {reference}
                     beside = {key: item for key, item in part.items() if key != "$ref"}
-                    part = merged(self.target(reference, path), beside or True, self.noting(path))
+                    target = self.well_formed(self.target(reference, path), path)
+                    part = merged(target, beside or True, self.noting(path))
                 whole = merged(whole, part, self.noting(path))
             schema = whole
         return schema, depth, open_
@@ -264,23 +311,20 @@ class _Writer:
             return self.json_leaf(found, 2 + least, least + 6)
         # A text that must match cannot be closed anywhere; at worst all of it is still to come.
         closing = most + 2
-        for dropped in ((), ("format",), ("pattern",), ("format", "pattern")):
-            kept = {key: item for key, item in special.items() if key not in dropped}
-            if len(kept) + len(dropped) != len(special):
-                continue
-            problem = self.problem_of(f"start: {json_rule(found | kept)}\n")
-            if not problem:
-                return self.json_leaf(found | kept, closing if kept else 2 + least, closing)
-            if not dropped:
-                # The schema's own text may need more than our bound gives.
-                own = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
-                if not self.problem_of(f"start: {json_rule({'type': 'string', **own, **special})}\n"):
-                    return self.json_leaf({"type": "string", **own, **special}, closing, closing)
-                first = problem
-            for keyword in set(special) - set(kept):
-                self.relax(path, keyword, first)
-            if dropped and not kept:
-                return self.json_leaf(found, 2 + least, least + 6)
+        if not (problem := self.leaf_problem(found | special)):
+            return self.json_leaf(found | special, closing, closing)
+        # The schema's own text may need more than our bound gives.
+        own = {"type": "string", **{key: schema[key] for key in ("minLength", "maxLength") if key in schema}, **special}
+        if not self.leaf_problem(own):
+            closing = int(schema.get("maxLength", UNBOUNDED_CHARS)) + 2
+            return self.json_leaf(own, closing, closing)
+        for kept in [key for key in reversed(special) if len(special) > 1]:
+            if not self.leaf_problem(found | {kept: special[kept]}):
+                for keyword in special.keys() - {kept}:
+                    self.relax(path, keyword, problem)
+                return self.json_leaf(found | {kept: special[kept]}, closing, closing)
+        for keyword in special:
+            self.relax(path, keyword, self.leaf_problem(found | {keyword: special[keyword]}) or problem)
         return self.json_leaf(found, 2 + least, least + 6)
 
     def number(self, name: str, schema: dict, path: str) -> _Rule | None:
@@ -296,19 +340,20 @@ class _Writer:
         elif "multipleOf" not in bounded:
             # Without a step a fraction would have no last digit.
             bounded["multipleOf"] = 1e-6
-        plainest = {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER} if name == "integer" else {}
-        for rest in (bounded, found, *({key: item for key, item in found.items() if key != keyword}
-                                       for keyword in reversed(found)), plainest):
-            problem = self.problem_of(f"start: {json_rule({'type': name, **rest})}\n")
-            if not problem:
-                for keyword in found.keys() - rest.keys():
-                    self.relax(path, keyword, first)
+        for rest in (bounded, found):
+            # Between narrow limits there may be no multiple of our own step.
+            if not (problem := self.leaf_problem({"type": name, **rest})):
                 return self.json_leaf({"type": name, **rest}, NUMBER_BYTES, NUMBER_BYTES)
-            if rest is bounded:
-                first = problem
-            if "nsatisfiable" in problem and rest is found:
-                return None
-        raise SchemaGrammarError(f"{path}: {first}")
+        if "nsatisfiable" in problem:
+            return None
+        # One keyword less, the last first; else none of them.
+        for dropped in [*([keyword] for keyword in reversed(found)), list(found)]:
+            rest = {keyword: item for keyword, item in bounded.items() if keyword not in dropped}
+            if not self.leaf_problem({"type": name, **rest}):
+                for keyword in dropped:
+                    self.relax(path, keyword, problem)
+                return self.json_leaf({"type": name, **rest}, NUMBER_BYTES, NUMBER_BYTES)
+        raise SchemaGrammarError(f"{path}: {problem}")
 
     def array(self, schema: dict, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
         least = int(schema.get("minItems", 0))
@@ -509,6 +554,10 @@ class _Writer:
             self.rules.append(f"{name}: {body}")
             self.leaves[body] = _Rule(name, shortest, closing)
         return self.leaves[body]
+
+    def leaf_problem(self, schema: dict[str, Any]) -> str:
+        """The engine's complaint about one value of this schema, "" for none."""
+        return self.problem_of(f"start: {json_rule(schema)}\n")
 
     def json_leaf(self, schema: dict[str, Any], shortest: int, closing: int) -> _Rule:
         body = json_rule(schema)
