@@ -21,10 +21,10 @@ SIGNIFICANT = 0.05
 
 def table4(routing: dict[str, Any], calibration: dict[str, Any], latency: dict[str, Any],
            claims: dict[str, Any]) -> str:
-    """The routing half of Table IV beside its measurement, every system at every N, and the bars."""
+    """The routing part of Table IV beside its measurement, every system at every N, and the bars."""
     rows, system = routing["rows"], routing["config"]["routing"]["system"]
     return document(
-        heading("Table IV, routing: is the right tool chosen?", routing),
+        heading("Table IV: is the right tool chosen, and are its arguments?", routing),
         "Accuracy and recall in %, on the same queries at every N; the other N − 1 tools are distractors, those of the "
         f"right tool's server first. Published: other model, queries, registry and machine. `{PAPER_SYSTEM}` is the "
         f"described system, `{system}` this project's default, chosen on other queries (below).",

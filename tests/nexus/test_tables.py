@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 
+import argument_artifacts
 import pytest
 import repair_artifacts as synthetic
 import routing_artifacts
@@ -278,12 +279,13 @@ def test_layouts_show_refusals_once_and_divergence_by_depth():
     assert len(divergence) == 4 and divergence[0]["n_past 256"] == "0.257 [0.180, 0.334]"
 
 
-ROUTING = ("table4", "generalisation", "scan")
+OTHERS = ("table4", "generalisation", "scan", "arguments", "serving")
 
 
 def write_all(out, cfg):
     """All artifacts that tables are written from in `out`, in the form that experiments write."""
     routing_artifacts.write(out, cfg)
+    argument_artifacts.write(out, cfg)
     for make, _ in RENDERED.values():
         made = make()
         artifact.write(out / f"{made['experiment']}.json", experiment=made["experiment"],
@@ -298,7 +300,7 @@ def test_the_experiment_writes_every_table_and_the_same_bytes_twice(tmp_path):
     write_all(tmp_path, cfg)
     folder = experiment.run(cfg, tmp_path)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert sorted(first) == sorted(f"{name}.md" for name in (*RENDERED, *ROUTING)) and folder == tmp_path / "tables"
+    assert sorted(first) == sorted(f"{name}.md" for name in (*RENDERED, *OTHERS)) and folder == tmp_path / "tables"
     experiment.run(cfg, tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
 
