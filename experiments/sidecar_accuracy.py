@@ -30,7 +30,7 @@ coreference. Grammars and signatures of tools are made before anything is timed,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,82 +231,102 @@ class Bench(RoutingBench):
         return cases[:n]
 
 
+class Table:
+    """Rows, one per metric, with the run's seed and level."""
+
+    def __init__(self, seed: int, level: float):
+        self.seed, self.level, self.rows = seed, level, []
+
+    def add(self, metric: str, value: Estimate, **others: Any) -> None:
+        self.rows.append({"metric": metric, "value": value, **others})
+
+    def share(self, metric: str, flags: Sequence[bool]) -> None:
+        self.add(metric, stats.wilson(sum(flags), len(flags), self.level))
+
+    def median(self, metric: str, values: Sequence[float]) -> None:
+        self.add(metric, stats.median(values, self.seed, self.level))
+
+    def speedup(self, metric: str, slow_ms: Sequence[float], fast_ms: Sequence[float]) -> None:
+        self.add(metric, stats.ratio_of_medians(slow_ms, fast_ms, self.seed, self.level, paired=True))
+
+    def difference(self, metric: str, one: Sequence[bool], other: Sequence[bool]) -> None:
+        pairs = list(zip(one, other, strict=True))
+        self.add(metric, stats.mean_difference_paired(one, other, self.seed, self.level),
+                 mcnemar_p=stats.mcnemar(sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)))
+
+
 def summarise(cfg: Config, samples: Samples) -> list[dict]:
     """One row per metric; differences between arms also have McNemar's p of no difference."""
-    seed, level = cfg.seed, cfg.statistics.level
-    arms = {arm: {s["case"]: s for s in members} for (arm,), members in
-            grouped([s for s in samples if s["arm"] not in (TOKENS, TIMED)], "arm").items()}
-    routed, rows = list(arms[ROUTED].values()), []
+    table = Table(cfg.seed, cfg.statistics.level)
+    arms = {arm: sorted(members, key=lambda s: (s.get("case", ""), s.get("repetition", 0)))
+            for (arm,), members in grouped(samples, "arm").items()}
+    _add_calls(table, arms[ROUTED], arms[SIGNATURE], arms[FULL])
+    _add_tokens(table, arms[TOKENS], arms[SIGNATURE], arms[FULL])
+    _add_times(table, arms[TIMED], arms[ROUTED])
+    _add_coreference(table, {arm: arms[arm] for arm in COREFERENCE_ARMS})
+    return table.rows
 
-    def row(metric: str, value: Estimate | None, **others: Any) -> None:
-        rows.append({"metric": metric, "value": value, **others})
 
-    def share(metric: str, flags: Sequence[bool]) -> None:
-        row(metric, stats.wilson(sum(flags), len(flags), level))
-
-    def difference(metric: str, one: Sequence[bool], other: Sequence[bool]) -> None:
-        row(metric, stats.mean_difference_paired(one, other, seed, level),
-            mcnemar_p=stats.mcnemar(sum(a and not b for a, b in zip(one, other)),
-                                    sum(b and not a for a, b in zip(one, other))))
-
-    share("routing_accuracy", [s["tool_right"] for s in routed])
-    share("specified_argument_accuracy", _specified(s for s in routed if s["tool_right"]))
-    share("end_to_end_argument_accuracy", _specified(routed))
-    told = {arm: [arms[arm][case] for case in sorted(arms[arm])] for arm in (SIGNATURE, FULL)}
-    share("specified_argument_accuracy_oracle_routing", _specified(told[SIGNATURE]))
-    share("specified_argument_accuracy_full_schema", _specified(told[FULL]))
-    difference("specified_argument_signature_minus_full_schema", _specified(told[SIGNATURE]), _specified(told[FULL]))
-    for suffix, calls in (("", routed), ("_full_schema", told[FULL])):
-        calls = [s for s in calls if s["filled"]]
-        share(f"json_valid_rate{suffix}", [s["valid"] for s in calls])
-        share(f"placeholder_leak_rate{suffix}", [bool(s["placeholders"]) for s in calls])
+def _add_calls(table: Table, routed: Samples, signature: Samples, full: Samples) -> None:
+    table.share("routing_accuracy", [s["tool_right"] for s in routed])
+    table.share("specified_argument_accuracy", _specified(s for s in routed if s["tool_right"]))
+    table.share("end_to_end_argument_accuracy", _specified(routed))
+    table.share("specified_argument_accuracy_oracle_routing", _specified(signature))
+    table.share("specified_argument_accuracy_full_schema", _specified(full))
+    table.difference("specified_argument_signature_minus_full_schema", _specified(signature), _specified(full))
+    for suffix, samples in (("", routed), ("_oracle_routing", signature), ("_full_schema", full)):
+        calls = [s for s in samples if s["filled"]]
+        table.share(f"json_valid_rate{suffix}", [s["valid"] for s in calls])
+        table.share(f"placeholder_leak_rate{suffix}", [bool(s["placeholders"]) for s in calls])
+        # Of another tool's arguments it is not known what the query says.
         known = [s for s in calls if s["tool_right"]]
-        row(f"unspecified_optional_rate{suffix}", stats.wilson(
-            sum(len(s["unspecified_optional"]) for s in known), sum(s["n_arguments"] for s in known), level))
-    row("rejection_rate", stats.wilson(sum(s["n_rejected"] for s in routed if s["filled"]),
-                                       sum(s["n_tokens"] for s in routed if s["filled"]), level))
+        table.share(f"unspecified_optional_rate{suffix}", [
+            i < len(s["unspecified_optional"]) for s in known for i in range(s["n_arguments"])])
+    table.share("rejection_rate", [i < s["n_rejected"] for s in routed if s["filled"] for i in range(s["n_tokens"])])
 
-    counts = [s for s in samples if s["arm"] == TOKENS]
-    row("ir_tokens_median", stats.median([s["n_signature_tokens"] for s in counts], seed, level))
-    row("ir_tokens_p99", stats.quantile([s["n_signature_tokens"] for s in counts], 0.99, seed, level))
-    row("schema_tokens_median", stats.median([s["n_schema_tokens"] for s in counts], seed, level))
+
+def _add_tokens(table: Table, counts: Samples, signature: Samples, full: Samples) -> None:
+    ir_tokens = [s["n_signature_tokens"] for s in counts]
+    table.median("ir_tokens_median", ir_tokens)
+    table.add("ir_tokens_p99", stats.quantile(ir_tokens, 0.99, table.seed, table.level))
+    table.median("schema_tokens_median", [s["n_schema_tokens"] for s in counts])
     saved = {s["tool"]: 1 - s["n_signature_tokens"] / s["n_schema_tokens"] for s in counts}
-    row("ir_token_saving", stats.median(list(saved.values()), seed, level))
-    share("ir_information_kept", [name not in s["untold"] for s in told[SIGNATURE] for name in s["right"] + s["wrong"]])
+    table.median("ir_token_saving", list(saved.values()))
+    table.share("ir_information_kept", [name not in s["untold"] for s in signature for name in s["right"] + s["wrong"]])
+    table.median("main_context_token_saving", [saved[s["tool"]] for s in signature])
+    table.median("prompt_token_saving", [1 - short["n_prompt_tokens"] / whole["n_prompt_tokens"]
+                                         for short, whole in zip(signature, full, strict=True)])
+    table.median("prompt_tokens_signature", [s["n_prompt_tokens"] for s in signature])
+    table.median("prompt_tokens_full_schema", [s["n_prompt_tokens"] for s in full])
 
-    row("main_context_token_saving", stats.median([saved[s["tool"]] for s in told[SIGNATURE]], seed, level))
-    row("prompt_token_saving", stats.median(
-        [1 - short["n_prompt_tokens"] / full["n_prompt_tokens"] for short, full in zip(*told.values())], seed, level))
-    for arm in (SIGNATURE, FULL):
-        row(f"prompt_tokens_{arm}", stats.median([s["n_prompt_tokens"] for s in told[arm]], seed, level))
 
-    sides = {side: sorted(members, key=lambda s: (s["case"], s["repetition"])) for (side,), members in
-             grouped([s for s in samples if s["arm"] == TIMED], "side").items()}
+def _add_times(table: Table, timed: Samples, routed: Samples) -> None:
+    sides = {side: members for (side,), members in grouped(timed, "side").items()}
     full_ms = [s["first_token_ms"] for s in sides[FULL]]
-    given_ms = [s["first_token_ms"] for s in sides[SIGNATURE]]
-    found_ms = [s["route_ms"] + s["first_token_ms"] for s in sides[SIGNATURE]]
-    row("first_argument_speedup", stats.ratio_of_medians(full_ms, found_ms, seed, level, paired=True))
-    row("first_argument_speedup_tool_given", stats.ratio_of_medians(full_ms, given_ms, seed, level, paired=True))
-    row("first_argument_full_schema_ms", stats.median(full_ms, seed, level))
-    row("first_argument_signature_ms", stats.median(found_ms, seed, level))
-    row("route_ms", stats.median([s["route_ms"] for s in sides[SIGNATURE]], seed, level))
-    row("prefill_ms", stats.median(given_ms, seed, level))
+    prefill_ms = [s["first_token_ms"] for s in sides[SIGNATURE]]
+    routed_ms = [s["route_ms"] + s["first_token_ms"] for s in sides[SIGNATURE]]
+    table.speedup("first_argument_speedup", full_ms, routed_ms)
+    table.speedup("first_argument_speedup_tool_given", full_ms, prefill_ms)
+    table.median("first_argument_full_schema_ms", full_ms)
+    table.median("first_argument_signature_ms", routed_ms)
+    table.median("route_ms", [s["route_ms"] for s in sides[SIGNATURE]])
+    table.median("prefill_ms", prefill_ms)
     filled = [s for s in routed if s["filled"]]
-    row("arguments_ms", stats.median([s["total_ms"] - s["first_token_ms"] for s in filled], seed, level))
-    row("turn_ms", stats.median([s["route_ms"] + s["total_ms"] for s in filled], seed, level))
+    table.median("arguments_ms", [s["total_ms"] - s["first_token_ms"] for s in filled])
+    table.median("turn_ms", [s["route_ms"] + s["total_ms"] for s in filled])
 
-    referring = {arm: [arms[arm][case] for case in sorted(arms[arm])] for arm in COREFERENCE_ARMS}
+
+def _add_coreference(table: Table, arms: Mapping[str, Samples]) -> None:
     for arm, suffix in ((WINDOW, ""), (NO_WINDOW, "_no_window"), (FULL_HISTORY, "_full_history")):
-        share(f"coreference_accuracy{suffix}", _referred(referring[arm]))
-        row(f"coreference_prompt_tokens{suffix}",
-            stats.median([s["n_prompt_tokens"] for s in referring[arm]], seed, level))
+        table.share(f"coreference_accuracy{suffix}", _referred(arms[arm]))
+        table.median(f"coreference_prompt_tokens{suffix}", [s["n_prompt_tokens"] for s in arms[arm]])
     for arm in (NO_WINDOW, FULL_HISTORY):
-        difference(f"coreference_window_minus_{arm}", _referred(referring[WINDOW]), _referred(referring[arm]))
-    share("coreference_specified_argument_accuracy", _specified(referring[WINDOW]))
-    share("coreference_json_valid_rate", [s["valid"] for s in referring[WINDOW]])
-    share("coreference_placeholder_leak_rate", [bool(s["placeholders"]) for s in referring[WINDOW]])
-    share("coreference_routing_accuracy", [s["routed_right"] for s in referring[WINDOW]])
-    return rows
+        table.difference(f"coreference_window_minus_{arm}", _referred(arms[WINDOW]), _referred(arms[arm]))
+    window = arms[WINDOW]
+    table.share("coreference_all_arguments_accuracy", _specified(window))
+    table.share("coreference_json_valid_rate", [s["valid"] for s in window])
+    table.share("coreference_placeholder_leak_rate", [bool(s["placeholders"]) for s in window])
+    table.share("coreference_routing_accuracy", [s["routed_right"] for s in window])
 
 
 def metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -314,12 +334,12 @@ def metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return {row["metric"]: row["value"].value for row in rows}
 
 
-def _specified(samples: Any) -> list[bool]:
+def _specified(samples: Iterable[Mapping[str, Any]]) -> list[bool]:
     """Whether each specified argument is right, sample by sample; the arguments of one by name."""
     return [name in s["right"] for s in samples for name in sorted(s["right"] + s["wrong"])]
 
 
-def _referred(samples: Any) -> list[bool]:
+def _referred(samples: Iterable[Mapping[str, Any]]) -> list[bool]:
     """The same of those arguments that only the conversation specifies."""
     return [name in s["right"] for s in samples for name in sorted(s["from_history"])]
 
