@@ -97,7 +97,7 @@ class MainContext:
     """What these blocks were compiled behind (nexus/ensemble.py)."""
 
     def place(self, tool: Tool) -> Placement:
-        """How the tool's block came to stand behind the sequence. Raises RuntimeFailure, with the sequence as it was."""
+        """How the tool's block came to stand behind the sequence. RuntimeFailure leaves the sequence as it was."""
         n_past, tokens = self.runtime.pos_max(self.seq) + 1, block_tokens(self.runtime.model, tool)
         try:
             if self.splicer is None:

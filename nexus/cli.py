@@ -54,6 +54,17 @@ def _parser() -> argparse.ArgumentParser:
                        help="one of nexus.route.SYSTEMS, such as slb, bm25, hybrid or linear-tuned+gate")
     route.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    call = command("call", _call, "turn a query into the call of one tool, and run it if wanted")
+    call.add_argument("query", help="what shall be done, in your words")
+    call.add_argument("--history", type=Path, metavar="FILE",
+                      help='the conversation so far: JSON list, or one object per line, of {"role", "content", "name"?}')
+    call.add_argument("--registry", type=Path, metavar="FILE",
+                      help="JSON file of tools; without it, the tools of conf/registry's servers, collected once")
+    call.add_argument("--model", metavar="NAME|PATH", help="a file in conf/model, or the path of a GGUF file")
+    call.add_argument("--tool", metavar="SERVER/NAME", help="call this tool instead of looking for one")
+    call.add_argument("--execute", action="store_true", help="run the call on the MCP server that owns the tool")
+    call.add_argument("--yes", action="store_true", help="do not ask before a tool that is not annotated read-only")
+
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")
 
     params = command("params", _params, "write params.yaml, the composition of conf/'s defaults")
@@ -105,6 +116,14 @@ def _route(args: argparse.Namespace) -> int:
     from nexus.config import compose, validate
 
     return route_command.run(args, validate(compose()))
+
+
+def _call(args: argparse.Namespace) -> int:
+    from nexus import call_command
+    from nexus.config import compose, validate
+    from nexus.reproduce import overrides_for
+
+    return call_command.run(args, validate(compose()), validate(compose(overrides_for(args.model, None))).model)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""One MCP server: its environment installed from a lock, started or addressed, spoken to, and ended with all it started.
+"""One MCP server: installed from a lock, started or addressed, spoken to, and ended with all that it started.
 
 Imports the SDK only inside its functions: every command that has a configuration would pay for it.
 """

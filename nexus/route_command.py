@@ -5,6 +5,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from nexus.collect import collect
 from nexus.config import ROOT, Config
 from nexus.listing import listing_path, load_listing, write_listing
 from nexus.registry import Tool, load_registry
-from nexus.route import GATED, SYSTEMS, Route, RouteError
+from nexus.route import GATED, SYSTEMS, Route, RouteError, Router
 from nexus.routing_setup import RoutingSetup, Thresholds, thresholds_of
 from nexus.tables import MissingArtifact
 
@@ -30,22 +31,30 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     system = args.system or cfg.routing.system
     if system not in SYSTEMS:
         raise RouteError(f"--system {system} is unknown; use one of {', '.join(SYSTEMS)}")
-    tools = _tools(args, cfg, out)
-    setup = RoutingSetup(cfg)
+    tools = configured_tools(args.registry, cfg, out)
+    router = configured_router(system, tools, cfg, out)
+    tau = router.gate and router.gate.tau
+    # The first decode of a context allocates; a user's second query is what a server would see.
+    router.route("warm up")
+    if router.gate:
+        router.gate.cross_encoder.score("warm up", ["warm up"])
+    loading = time.monotonic() - begin
+    route = router.route(args.query, args.top)
+    print(_as_json(route, system) if args.json else _as_text(route, system, tau, tools, loading))
+    return 0
+
+
+def configured_router(system: str, tools: Sequence[Tool], cfg: Config, out: Path) -> Router:
+    """The router of a system over `tools`, with the thresholds that were calibrated into the folder `out`.
+
+    Raises RouteError or MissingArtifact for a system with a gate that was not calibrated, WeightsError.
+    """
     thresholds = _thresholds(cfg, out, system)
     if system in GATED and system not in thresholds:
         raise RouteError(f"{out / 'calibration.json'} has no threshold of {system}; make it again with "
                          ".venv/bin/python -m experiments.calibration")
     found = thresholds.get(system)
-    router = setup.router(system, tools, found and found.tau, found and found.abstain_below)
-    # The first decode of a context allocates; a user's second query is what a server would see.
-    router.route("warm up")
-    if system in GATED:
-        setup.cross_encoder.score("warm up", ["warm up"])
-    loading = time.monotonic() - begin
-    route = router.route(args.query, args.top)
-    print(_as_json(route, system) if args.json else _as_text(route, system, found and found.tau, tools, loading))
-    return 0
+    return RoutingSetup(cfg).router(system, tools, found and found.tau, found and found.abstain_below)
 
 
 def _thresholds(cfg: Config, out: Path, system: str) -> dict[str, Thresholds]:
@@ -58,10 +67,10 @@ def _thresholds(cfg: Config, out: Path, system: str) -> dict[str, Thresholds]:
         return {}
 
 
-def _tools(args: argparse.Namespace, cfg: Config, out: Path) -> list[Tool]:
-    """The tools of the user's file, or of the configured registry, which is collected if it never was."""
-    if args.registry:
-        registry = load_registry(args.registry)
+def configured_tools(listing: Path | None, cfg: Config, out: Path) -> list[Tool]:
+    """The tools of the user's file, or of the configured registry, which is collected into `out` if it never was."""
+    if listing:
+        registry = load_registry(listing)
         for problem in registry.problems:
             print(f"nexus: left out entry {problem.index} ({problem.name}): {problem.reason}", file=sys.stderr)
         return registry.tools

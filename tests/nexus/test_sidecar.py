@@ -106,7 +106,8 @@ def test_the_window_stands_before_the_query_and_within_its_budget(sidecar, smoll
     rooms = json.dumps([{"room": f"room {i}", "wiring": "copper " * 30} for i in range(9)])
     history = [{"role": "user", "content": "Which rooms are there? " * 9}, {"role": "assistant", "content": "Some."},
                {"role": "user", "content": "List the rooms."},
-               {"role": "tool", "name": "list_rooms", "content": rooms}, {"role": "assistant", "content": "Nine rooms."}]
+               {"role": "tool", "name": "list_rooms", "content": rooms},
+               {"role": "assistant", "content": "Nine rooms."}]
     bare, prompt = sidecar.prompt(TOOL, QUERY), sidecar.prompt(TOOL, QUERY, history)
     text = smollm2.detokenize(prompt)
     assert 0 < len(prompt) - len(bare) <= OPTIONS.window_tokens
@@ -161,5 +162,5 @@ def test_what_an_interrupt_left_is_removed_by_the_next(sidecar, runtime, smollm2
 @pytest.mark.integration
 def test_a_prompt_that_does_not_fit_is_told_before_it_is_decoded(sidecar, runtime, monkeypatch):
     monkeypatch.setattr(runtime, "decode", None)
-    with pytest.raises(SidecarError, match=r"the prompt has \d+ tokens, 24 are kept .* n_ctx is 1024; shorten the query"):
+    with pytest.raises(SidecarError, match=r"the prompt has \d+ tokens, 24 are kept .* n_ctx is 1024; shorten"):
         sidecar.fill(TOOL, "more light " * 600)

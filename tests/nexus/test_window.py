@@ -60,7 +60,7 @@ def test_the_surrogate_of_a_list_names_its_items():
 
 def test_the_surrogate_of_a_text_names_what_it_referred_to():
     log = ("Deploying the tide service to the northern harbour.\n" + "Waiting for the pump to answer.\n" * 30
-           + "See https://tides.example/runs/771 and PUMP-12; commit 0f3a9bc on release/2.4 of owner harbour/tides, #88.")
+           + "See https://tides.example/runs/771 and PUMP-12; commit 0f3a9bc on release/2.4 of harbour/tides, #88.")
     short = surrogate(tool(log), 240)
     assert len(short) <= 240 and short.startswith("Deploying the tide service to the northern harbour.")
     for named in ("https://tides.example/runs/771", "PUMP-12", "0f3a9bc", "release/2.4", "harbour/tides", "#88"):
@@ -114,7 +114,8 @@ def test_what_is_no_option_is_told(options, field):
 
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=100),
-                      lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+                      lambda inner: st.lists(inner, max_size=4)
+                      | st.dictionaries(st.text(max_size=8), inner, max_size=4),
                       max_leaves=20)
 CONTENTS = st.text(max_size=400) | VALUES.map(json.dumps) | st.sampled_from([REPOSITORY, "word " * 90])
 MESSAGES = st.builds(lambda role, content: {"role": role, "content": content},
