@@ -43,7 +43,8 @@ class _Reading:
         token = self.token
         if not token or expected is not None and token != expected:
             raise ValueError(f"signature: found {token or 'no token'!r} before character {self._at}, wanted "
-                             f"{expected or 'a name or type'}; give the text that signature_of made, not {self.text[:80]!r}")
+                             f"{expected or 'a name or type'}; give the text that signature_of made, "
+                             f"not {self.text[:80]!r}")
         self._next()
         return token
 

@@ -17,7 +17,8 @@ STRING, INTEGER = Plain("string"), Plain("integer")
 
 def only(schema) -> Parameter:
     """The one parameter `p` of this schema."""
-    members = parameters_of({"properties": {"p": schema}, "$defs": {"A": {"type": "string", "description": "far"}}}).members
+    far = {"type": "string", "description": "far"}
+    members = parameters_of({"properties": {"p": schema}, "$defs": {"A": far}}).members
     assert [member.name for member in members] == ["p"]
     return members[0]
 
@@ -146,7 +147,8 @@ class Instances:
         if depth:
             makers |= {"anyOf": some, "oneOf": some, "allOf": some, "items": lambda: self.schema(depth - 1),
                        "prefixItems": some, "additionalProperties": lambda: self.schema(depth - 1),
-                       "properties": lambda: {name: self.schema(depth - 1) for name in "abc"[:self.random.randrange(4)]},
+                       "properties": lambda: {name: self.schema(depth - 1)
+                                              for name in "abc"[:self.random.randrange(4)]},
                        "required": lambda: [self.random.choice("abc")]}
         # Of an untyped schema, the type is guessed from its keywords: that may be narrower.
         return {key: makers[key]() for key in {"type", *self.random.sample(sorted(makers), 1)}}

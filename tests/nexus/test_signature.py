@@ -125,7 +125,6 @@ def test_line(schema, line):
     ("F", "f()"),
 ])
 def test_tool_description(description, line):
-    # A description within the size of the text that the prompt would have.
     assert signature_of(tool({}, description)).text == line
 
 
@@ -411,6 +410,6 @@ def test_statistics():
     assert [(row["server"], row["name"]) for row in rows] == [("hub", "f"), (None, "g")]
     assert rows[0]["n_signature_tokens"] <= 80 < rows[0]["n_schema_tokens"] == len(tool_text(tools[0]))
     assert rows[0]["cut"] == list(signature_of(tools[0], 80, len).cut)
-    assert rows[1] == {"server": None, "name": "g", "n_signature_tokens": 3, "n_schema_tokens": len(tool_text(tools[1])),
-                       "cut": []}
+    assert rows[1] == {"server": None, "name": "g", "n_signature_tokens": 3,
+                       "n_schema_tokens": len(tool_text(tools[1])), "cut": []}
     assert json.dumps(rows)
