@@ -15,6 +15,7 @@ EXPERIMENTS = tuple(YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"])
 FAKE = '''
 import json, time
 from pathlib import Path
+from nexus.artifact import path_of
 from nexus.config import ROOT
 from nexus.lockfile import stages
 from nexus.pipeline import experiment_main, write_metrics
@@ -41,7 +42,7 @@ def run(cfg, out):
             write_metrics(out, NAME, METRICS.get(NAME, {"cells": 1}))
         else:
             path.write_text(TEXTS.get(path.suffix) or json.dumps({"n_cases": cfg.dkl_sweep.n_cases}))
-    artifact = out / f"{NAME}.json"
+    artifact = path_of(NAME, out)
     return artifact if artifact.is_file() else out / NAME
 
 if __name__ == "__main__":

@@ -59,21 +59,28 @@ def test_measuring_stage_depends_on_the_texts_that_it_reads_and_writes_artifact_
     cfg = validate(compose())
     stage = stage_of(cfg, name)
     assert {path for path in stage.deps if path.endswith(".jsonl")} <= set(cfg.texts(name)) <= set(stage.deps)
-    files = (f"{name}.json", f"{name}.samples.jsonl", f"metrics/{name}.json")
-    assert set(stage.outs) == {f"{cfg.results_folder}/{cfg.run_name}/{file}" for file in files}
+    folder = Path(cfg.results_folder, cfg.run_name)
+    made = artifact.path_of(name, folder)
+    assert set(stage.outs) == {str(path) for path in (made, made.with_suffix(".samples.jsonl"),
+                                                      folder / "metrics" / f"{name}.json")}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_stage_depends_on_the_artifacts_that_it_reads_and_on_no_other(name: str):
     cfg = validate(compose())
     folder = f"{cfg.results_folder}/{cfg.run_name}/"
+
+    def path(experiment: str) -> str:
+        return str(artifact.path_of(experiment, Path(folder)))
+
     source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
-    read = {f"{folder}{found}.json" for found in re.findall(r'stored\(cfg, out, "(\w+)"\)', source)}
+    read = {path(found) for found in re.findall(r'stored\(cfg, out, "(\w+)"\)', source)}
     # These read the listing, and thresholds through `routing_setup.thresholds_of`.
     routed = {"calibration": ("registry",), "routing_accuracy_n250": ("registry", "calibration"),
-              "routing_generalisation": ("registry", "calibration")}.get(name, ())
+              "routing_generalisation": ("registry", "calibration"), "sidecar_accuracy": ("registry", "calibration"),
+              "constrain_cost": ("registry",)}.get(name, ())
     deps = set(stage_of(cfg, name).deps)
-    assert {path for path in deps if path.startswith(folder)} == read | {f"{folder}{found}.json" for found in routed}
+    assert {path for path in deps if path.startswith(folder)} == read | {path(found) for found in routed}
     assert bool(read) == (name in ("figures", "tables"))
     assert ("results/published.json" in deps) == (name in ("figures", "tables"))
 
