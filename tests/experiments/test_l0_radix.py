@@ -20,7 +20,8 @@ SHORTER = {"n_sessions": 2, "system_tokens": 60, "subagent_tokens": 30, "context
 def test_every_part_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
     monkeypatch.setattr(l0_radix, "SHORT", l0_radix.SHORT | SHORTER)
-    monkeypatch.setattr(l0_radix, "IDENTITY_TEXTS", 1)
+    for name, value in (("IDENTITY_TOKENS", 100), ("IDENTITY_SPLIT", 61), ("IDENTITY_TEXTS", 1)):
+        monkeypatch.setattr(l0_radix, name, value)
     cfg = config.validate(config.compose(TINY))
     path = l0_radix.run(cfg, tmp_path)
     rows = {(row["part"], row["arm"], row["n_tokens"]): row for row in artifact.read(path)["rows"]}
@@ -110,7 +111,7 @@ def test_the_peer_keeps_what_the_previous_prompt_has_in_common(tmp_path):
 
 def answers(arm, times, reused):
     return [{"part": "ttft", "arm": arm, "request": i, "n_prompt": 100, "n_common": 10, "n_reused": n, "ttft_ms": ms,
-             "dkl_nats": 0.5, "top1": i > 0, "lookup_us": 2.0} | ({"copy_us": 4.0 if i else None} if arm == "nexus" else {})
+             "dkl_nats": 0.5, "top1": i > 0, "lookup_us": 2.0, "copy_us": 4.0 if i and arm == "nexus" else None}
             for i, (ms, n) in enumerate(zip(times, reused))]
 
 
