@@ -142,9 +142,7 @@ class Grammar:
         tokenizer = grammars.tokenizer
         self.closers, self.openers, self.closing_quote = (
             [tokenizer.tokenize_bytes(text) for text in texts] for texts in (CLOSERS, OPENERS, (b'"',)))
-        # Before the opening quotation mark, and behind it.
-        self.required_keys = [[tokenizer.tokenize_bytes(key.encode()[inside:]) for key in written.required_keys]
-                              for inside in (0, 1)]
+        self.required_keys = [key.encode() for key in written.required_keys]
 
     def start(self, max_tokens: int | None = None) -> Walk:
         """A walk before the first token, which ends within `max_tokens` (None: within the grammar's own bounds).
@@ -214,7 +212,7 @@ class Walk:
         return mask
 
     def completion(self, most: int) -> list[int] | None:
-        """Tokens, at most `most`, that finish the text soon; None where that many do not. The walk stays where it is."""
+        """Tokens, at most `most`, that finish the text soon, None where that many do not. The walk stays where it is."""
         tokens: list[int] = []
         matcher, tokenizer = self.matcher, self.grammar.grammars.tokenizer
         text = bytearray(b"".join(self._written))
@@ -231,13 +229,15 @@ class Walk:
 
     def _step_towards_end(self, text: bytes) -> list[int]:
         """One or more tokens, consumed, that finish what is open rather than open more. `text` is what stands there."""
-        matcher, grammar = self.matcher, self.grammar
-        inside = in_string(text)
-        if inside:
-            attempts = [*(grammar.required_keys[1] if text.endswith(b'"') else ()), *grammar.closing_quote]
+        matcher, grammar, tokenizer = self.matcher, self.grammar, self.grammar.grammars.tokenizer
+        opened = open_string(text)
+        if opened is None:
+            keys = grammar.required_keys if text.endswith((b"{", b",")) else ()
+            attempts = [*grammar.closers, *map(tokenizer.tokenize_bytes, keys), *grammar.openers]
         else:
-            keys = grammar.required_keys[0] if text.endswith((b"{", b",")) else ()
-            attempts = [*grammar.closers, *keys, *grammar.openers]
+            # In a key, or in a value that begins like one: that cannot be closed as a key.
+            keys = [key[len(opened):] for key in grammar.required_keys if key.startswith(opened)]
+            attempts = [*map(tokenizer.tokenize_bytes, keys), *grammar.closing_quote]
         for attempt in attempts:
             taken = matcher.try_consume_tokens(attempt)
             if taken == len(attempt):
@@ -298,6 +298,7 @@ def complaint(matcher: LLMatcher) -> str:
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))[:300]
 
 
-def in_string(text: bytes) -> bool:
-    """Whether JSON text that is cut off here ends within a string."""
-    return ESCAPED.sub(b"", text).count(b'"') % 2 == 1
+def open_string(text: bytes) -> bytes | None:
+    """The string within which JSON text is cut off, its quotation mark included; None where it ends outside of one."""
+    marks = ESCAPED.sub(b"__", text)
+    return bytes(text[marks.rfind(b'"'):]) if marks.count(b'"') % 2 else None

@@ -115,8 +115,8 @@ class SchemaGrammar:
 @dataclass(frozen=True)
 class _Rule:
     name: str
-    shortest: int
-    """Bytes of its shortest text."""
+    whole: int
+    """Bytes, at most, that a completion writes for all of it."""
     closing: int
     """Bytes that the worst unfinished text of it lacks."""
 
@@ -258,7 +258,7 @@ class _Writer:
         found = list(dict.fromkeys(rule for rule in rules if rule is not None))
         if len(found) < 2:
             return found[0] if found else None
-        return self.rule(" | ".join(rule.name for rule in found), min(rule.shortest for rule in found),
+        return self.rule(" | ".join(rule.name for rule in found), max(rule.whole for rule in found),
                          max(rule.closing for rule in found))
 
     def listed(self, schema: dict[str, Any], path: str) -> _Rule | None:
@@ -281,7 +281,7 @@ class _Writer:
 
     def literals(self, texts: Sequence[str]) -> _Rule:
         sizes = [len(text.encode()) for text in texts]
-        return self.leaf(" | ".join(map(quoted, texts)), min(sizes), max(sizes))
+        return self.leaf(" | ".join(map(quoted, texts)), max(sizes), max(sizes))
 
     # One type.
 
@@ -389,8 +389,8 @@ class _Writer:
             tail = f'{"" if i == 0 else chr(34) + "," + chr(34)} {first[i].name} {tail}'
             tail = tail if i < least else f"({tail})?"
         parts = [*first, *([rest] if rest else [])]
-        needed = sum(rule.shortest + 1 for rule in first[:least])
-        needed += max(0, least - len(first)) * (rest.shortest + 1) if rest else 0
+        needed = sum(rule.whole + 1 for rule in first[:least])
+        needed += max(0, least - len(first)) * (rest.whole + 1) if rest else 0
         return self.rule(f'"[" {tail} "]"', 2 + needed, 2 + needed + max(rule.closing for rule in parts))
 
     def unique_items(self, schema: dict, path: str, least: int, most: int, depth: int,
@@ -407,7 +407,7 @@ class _Writer:
         members = [(value, False) for value in values]
         end = f"bit_count_ge([0:{len(values)}], {least})"
         body = self.members(members, end, f"bit_count_lt([0:{len(values)}], {min(most, len(values))})", least == 0)
-        sizes = sorted((value.shortest + 1 for value in values), reverse=True)
+        sizes = sorted((value.whole + 1 for value in values), reverse=True)
         needed = 2 + sum(sizes[:least])
         return self.rule(f'"[" {body} "]"', needed, needed + max((value.closing for value in values), default=0))
 
@@ -426,7 +426,7 @@ class _Writer:
             if value is not None:
                 name = quoted(compact(key) + ":")
                 size = len((compact(key) + ":").encode())
-                members[key] = self.rule(f"{name} {value.name}", size + value.shortest, size + value.closing)
+                members[key] = self.rule(f"{name} {value.name}", size + value.whole, size + value.closing)
                 if key in required:
                     self.required_keys[compact(key) + ":"] = None
         n, least = len(members), int(schema.get("minProperties", 0))
@@ -447,12 +447,12 @@ class _Writer:
         going_on = "" if many or most >= n else f"bit_count_lt([0:{n}], {most})"
         body = self.members([(rule, key in required) for key, rule in members.items()], end, going_on,
                             least == 0, extra, extra_least, extra_most)
-        needed = 2 + sum(rule.shortest + 1 for key, rule in members.items() if key in required)
-        needed += sum(sorted((rule.shortest + 1 for key, rule in members.items() if key not in required))
+        needed = 2 + sum(rule.whole + 1 for key, rule in members.items() if key in required)
+        needed += sum(sorted((rule.whole + 1 for key, rule in members.items() if key not in required), reverse=True)
                       [:max(0, least - len(set(required)))])
-        needed += extra_least * (extra.shortest + 1) if extra else 0
+        needed += extra_least * (extra.whole + 1) if extra else 0
         # The member that is being written may be one of those that are needed.
-        inner = [rule.closing - (rule.shortest + 1 if key in required else 0) for key, rule in members.items()]
+        inner = [rule.closing - (rule.whole + 1 if key in required else 0) for key, rule in members.items()]
         inner += [extra.closing] if extra else []
         return self.rule(f'"{{" {body} "}}"', needed, needed + max([0, *inner]))
 
@@ -477,8 +477,8 @@ class _Writer:
                 key = self.value(names, f"{path}/propertyNames", depth, open_)
             pairs.append((key, self.value(more, f"{path}/additionalProperties", depth, open_)))
         return self.alternatives([
-            self.rule(f'{key.name} ":" {value.name}', key.shortest + 1 + value.shortest,
-                      key.closing + 1 + max(value.closing, value.shortest))
+            self.rule(f'{key.name} ":" {value.name}', key.whole + 1 + value.whole,
+                      key.closing + 1 + max(value.closing, value.whole))
             for key, value in pairs if key is not None and value is not None])
 
     def other_key(self, names: Sequence[str]) -> _Rule:
@@ -542,27 +542,27 @@ class _Writer:
         self.n_names += 1
         return f"r{self.n_names}"
 
-    def rule(self, body: str, shortest: int, closing: int) -> _Rule:
+    def rule(self, body: str, whole: int, closing: int) -> _Rule:
         name = self.name()
         self.rules.append(f"{name}: {body}")
-        return _Rule(name, shortest, closing)
+        return _Rule(name, whole, closing)
 
-    def leaf(self, body: str, shortest: int, closing: int) -> _Rule:
+    def leaf(self, body: str, whole: int, closing: int) -> _Rule:
         """A terminal, written once however often it is used."""
         if body not in self.leaves:
             name = self.name().upper()
             self.rules.append(f"{name}: {body}")
-            self.leaves[body] = _Rule(name, shortest, closing)
+            self.leaves[body] = _Rule(name, whole, closing)
         return self.leaves[body]
 
     def leaf_problem(self, schema: dict[str, Any]) -> str:
         """The engine's complaint about one value of this schema, "" for none."""
         return self.problem_of(f"start: {json_rule(schema)}\n")
 
-    def json_leaf(self, schema: dict[str, Any], shortest: int, closing: int) -> _Rule:
+    def json_leaf(self, schema: dict[str, Any], whole: int, closing: int) -> _Rule:
         body = json_rule(schema)
         if body not in self.leaves:
-            self.leaves[body] = self.rule(body, shortest, closing)
+            self.leaves[body] = self.rule(body, whole, closing)
         return self.leaves[body]
 
 
