@@ -22,7 +22,7 @@ from nexus.repair import Place, RepairError
 from nexus.repair_policy import Policy, splice_with
 from nexus.route import Route, Router
 from nexus.runtime import Runtime
-from nexus.sidecar import Schema, Sidecar, instructions, lock_of
+from nexus.sidecar import Schema, Sidecar, description, instructions, lock_of
 from nexus.signature import Signature, rough_tokens, signature_of
 from nexus.splice import Placement, Resident, Splicer, SpliceRefused
 from nexus.window import prune
@@ -138,7 +138,7 @@ class PathB:
         said = [message if message["role"] != "tool" else
                 {"role": "user", "content": f"Result of {message.get('name', 'the tool')}:\n{message['content']}"}
                 for message in window]
-        system = instructions(tool, self.signature(tool), self.system_prompt, schema)
+        system = instructions(self.system_prompt) + description(tool, self.signature(tool), schema)
         return [{"role": "system", "content": f"{system}\n\nAnswer with the JSON object of the arguments of "
                                               f"{tool.name} and nothing else."},
                 *({"role": message["role"], "content": message["content"]} for message in said),
@@ -181,8 +181,8 @@ class Agent:
         if main is not None and not (isinstance(filler, Sidecar) and filler.runtime is main.runtime):
             raise AgentError("main: its runtime is not the sidecar's; give both one runtime, or leave it out for a "
                              "remote model")
-        if main is not None and main.seq == filler.seq:
-            raise AgentError(f"main.seq and the sidecar's seq are both {main.seq}; give two sequences")
+        if main is not None and main.seq in (filler.seq, filler.head_seq):
+            raise AgentError(f"main.seq is {main.seq}, which the sidecar uses; give the conversation its own sequence")
         self.router, self.filler, self.main = router, filler, main
 
     def turn(self, query: str, history: Sequence[Mapping[str, Any]] = (), tool: Tool | None = None) -> Turn:

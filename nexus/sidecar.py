@@ -1,21 +1,25 @@
 """The sidecar: a tool's arguments, filled in a temporary sequence at position 0 that is gone afterwards.
 
 The prompt is the system prompt with the tool's signature, the pruned window of the conversation, the query, and the
-call as far as it is known: its opening with the tool's name, so that the model writes the arguments object alone.
+call as far as it is known: its opening with the tool's name, so that the model writes the arguments object alone. What
+stands before the tool is the same for all calls and may be kept.
 """
 from __future__ import annotations
 
+import functools
 import json
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nexus.arguments import Filled, fill
 from nexus.in_context import call_opening
-from nexus.prompt import TOOL_HEADING, system_tokens
+from nexus.prompt import BLOCK_ROLES, TOOL_HEADING
 from nexus.registry import Tool, tool_text
 from nexus.runtime import Model, Runtime
 from nexus.signature import Signature, signature_of
@@ -34,6 +38,8 @@ CONTENT = "nexus"
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
+# What the kept sequences of each runtime hold.
+_heads: weakref.WeakKeyDictionary[Runtime, dict[int, np.ndarray]] = weakref.WeakKeyDictionary()
 
 
 class SidecarError(ValueError):
@@ -46,12 +52,16 @@ def lock_of(shared: Any) -> threading.RLock:
         return _locks.setdefault(shared, threading.RLock())
 
 
-def instructions(tool: Tool, signature: Signature, system_prompt: str, schema: Schema = "signature") -> str:
-    """The system message: the prompt, what is expected, and the tool as its signature or as its full schema."""
+def instructions(system_prompt: str) -> str:
+    """What is the same for every call: the prompt, what is expected, and the heading of the tool."""
+    return "\n\n".join(filter(None, (system_prompt, INSTRUCTION, TOOL_HEADING)))
+
+
+def description(tool: Tool, signature: Signature, schema: Schema) -> str:
+    """The tool as the model reads it: its signature, or its full schema. Raises SidecarError for another `schema`."""
     if schema not in ("signature", "full"):
         raise SidecarError(f"schema is {schema!r}; give \"signature\" or \"full\"")
-    described = signature.text if schema == "signature" else tool_text(tool)
-    return "\n\n".join(filter(None, (system_prompt, INSTRUCTION, TOOL_HEADING + described)))
+    return signature.text if schema == "signature" else tool_text(tool)
 
 
 class Sidecar:
@@ -60,11 +70,24 @@ class Sidecar:
     Holds the runtime's lock (`lock_of`) while it works; the sequence is empty whenever the lock is free.
     """
 
-    def __init__(self, runtime: Runtime, grammars: Grammars, *, seq: int, options: Arguments, system_prompt: str):
-        """`options` is the section `arguments` of the configuration. Raises SidecarError for a sequence not to use."""
-        if not 0 <= seq < runtime.scratch_seq:
-            raise SidecarError(f"seq is {seq}; give 0 … {runtime.scratch_seq - 1}, or raise n_seq_max")
-        self.runtime, self.grammars, self.seq = runtime, grammars, seq
+    def __init__(self, runtime: Runtime, grammars: Grammars, *, seq: int, options: Arguments, system_prompt: str,
+                 head_seq: int | None = None):
+        """`options` is the section `arguments` of the configuration.
+
+        `head_seq`: a sequence that keeps what every prompt begins with, until `forget`; each call continues a copy that
+        shares its cells. The result is the same to the bit. None decodes it anew for each call.
+
+        Raises SidecarError for sequences that cannot be used.
+        """
+        for field, used in (("seq", seq), ("head_seq", head_seq)):
+            if used is not None and not 0 <= used < runtime.scratch_seq:
+                raise SidecarError(f"{field} is {used}; give 0 … {runtime.scratch_seq - 1}, or raise n_seq_max")
+        if seq == head_seq:
+            raise SidecarError(f"seq and head_seq are both {seq}; give two sequences")
+        if head_seq is not None and not runtime.options.kv_unified:
+            raise SidecarError("head_seq: kv_unified is false, so that cells cannot be shared; set it to true, or leave "
+                               "head_seq out")
+        self.runtime, self.grammars, self.seq, self.head_seq = runtime, grammars, seq, head_seq
         self.options, self.system_prompt = options, system_prompt
         self.lock = lock_of(runtime)
         self._signatures: dict[Tool, Signature] = {}
@@ -90,12 +113,27 @@ class Sidecar:
     def prompt(self, tool: Tool, query: str, history: Sequence[Mapping[str, Any]] = (),
                schema: Schema = "signature") -> np.ndarray:
         """Token ids of the whole prompt, int32[n], up to where the arguments object begins."""
-        system = instructions(tool, self.signature(tool), self.system_prompt, schema)
+        head, closing = self._head
         opening = f"{call_opening(self.model)}{json.dumps(tool.name, ensure_ascii=False)[1:-1]}\", \"arguments\": "
-        return np.concatenate([system_tokens(self.model, system),
+        return np.concatenate([head, self._plain(description(tool, self.signature(tool), schema)), closing,
                                *(self._message(message) for message in self.window(history)),
                                self._message({"role": "user", "content": query}, open_assistant=True),
                                self.model.tokenize(opening)])
+
+    def begin(self, prompt: np.ndarray) -> tuple[np.ndarray, int]:
+        """(token ids that are left to decode, the first one's position), after `seq` holds what comes before.
+
+        For callers that decode a prompt themselves: they hold the lock, and remove the sequence afterwards.
+        """
+        runtime, (head, _) = self.runtime, self._head
+        # An interrupt may have come just as the sequence was to be removed.
+        runtime.seq_rm(self.seq)
+        if self.head_seq is None:
+            runtime.decode(head, 0, self.seq)
+        else:
+            self._keep(head)
+            runtime.seq_cp(self.head_seq, self.seq)
+        return prompt[len(head):], len(head)
 
     def fill(self, tool: Tool, query: str, history: Sequence[Mapping[str, Any]] = (),
              schema: Schema = "signature") -> Filled:
@@ -111,20 +149,57 @@ class Sidecar:
             if len(prompt) + self.options.max_tokens > n_ctx:
                 raise SidecarError(f"the prompt has {len(prompt)} tokens, {self.options.max_tokens} are kept for the "
                                    f"arguments, and n_ctx is {n_ctx}; shorten the query or raise n_ctx")
+            start = time.perf_counter()
             try:
-                # An interrupt may have come just as the sequence was to be removed.
-                self.runtime.seq_rm(self.seq)
-                return fill(self.runtime, self.seq, prompt, grammar, self.options.max_tokens)
+                rest, pos = self.begin(prompt)
+                begun_ms = (time.perf_counter() - start) * 1e3
+                filled = fill(self.runtime, self.seq, rest, grammar, self.options.max_tokens, pos)
             finally:
                 self.runtime.seq_rm(self.seq)
+            return replace(filled, n_prompt_tokens=len(prompt), first_token_ms=begun_ms + filled.first_token_ms,
+                           total_ms=begun_ms + filled.total_ms)
+
+    def forget(self) -> None:
+        """Empty `head_seq`, too."""
+        with self.lock:
+            if self.head_seq is not None:
+                self.runtime.seq_rm(self.head_seq)
+
+    def _keep(self, head: np.ndarray) -> None:
+        """Make `head` what `head_seq` holds."""
+        runtime, seq = self.runtime, self.head_seq
+        kept = _heads.setdefault(runtime, {})
+        # Another sidecar may have put its own there, and whoever clears a runtime asks nobody.
+        if np.array_equal(kept.get(seq, ()), head) and runtime.pos_max(seq) == len(head) - 1:
+            return
+        kept.pop(seq, None)
+        runtime.seq_rm(seq)
+        try:
+            runtime.decode(head, 0, seq)
+        except BaseException:
+            runtime.seq_rm(seq)
+            raise
+        kept[seq] = head
+
+    @functools.cached_property
+    def _head(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of the system message up to the tool, and of what closes the message behind it."""
+        # Some templates print no system message of its own.
+        role = next(role for role in BLOCK_ROLES if role == BLOCK_ROLES[-1] or
+                    CONTENT in self.model.chat_message(role, CONTENT))
+        before, _, behind = self.model.chat_message(role, CONTENT).rpartition(CONTENT)
+        return (np.concatenate([self.model.tokenize(before, add_special=True),
+                                self._plain(instructions(self.system_prompt))]), self.model.tokenize(behind))
 
     def _message(self, message: Mapping[str, Any], open_assistant: bool = False) -> np.ndarray:
-        """Token ids of one message, int32[n]. Its text cannot hold a marker: a tool's result is other people's."""
+        """Token ids of one message, int32[n]."""
         role, content = message["role"], message["content"].strip()
         if role == "tool":
             # Not every template prints this role; none refuses a user's message.
             role, content = "user", f"Result of {message.get('name', 'the tool')}:\n{content}"
         before, _, behind = self.model.chat_message(role, CONTENT, open_assistant).rpartition(CONTENT)
-        parts = [self.model.tokenize(before), self.model.tokenize(content, parse_special=False),
-                 self.model.tokenize(behind)]
-        return np.concatenate(parts)
+        return np.concatenate([self.model.tokenize(before), self._plain(content), self.model.tokenize(behind)])
+
+    def _plain(self, text: str) -> np.ndarray:
+        """Token ids of text in which a marker is only characters: descriptions and results are other people's."""
+        return self.model.tokenize(text, parse_special=False)

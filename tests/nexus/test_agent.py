@@ -187,7 +187,7 @@ def test_a_main_sequence_needs_the_sidecars_runtime(router):
         Agent(router, Recorded(), main=main)
     runtime = type("Shared", (), {"scratch_seq": 3})()
     sidecar = Sidecar(runtime, None, seq=1, options=OPTIONS, system_prompt="")
-    with pytest.raises(AgentError, match="main.seq and the sidecar's seq are both 1"):
+    with pytest.raises(AgentError, match="main.seq is 1, which the sidecar uses"):
         Agent(router, sidecar, main=MainContext(runtime, 1, None, None, None))
 
 

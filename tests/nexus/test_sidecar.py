@@ -8,10 +8,10 @@ import pytest
 
 from nexus.config import Arguments
 from nexus.constrain import Bounds, Grammars
-from nexus.prompt import system_tokens
+from nexus.prompt import TOOL_HEADING, system_tokens
 from nexus.registry import Tool, tool_text
 from nexus.runtime import ContextOptions, Runtime
-from nexus.sidecar import INSTRUCTION, Sidecar, SidecarError, instructions, lock_of
+from nexus.sidecar import INSTRUCTION, Sidecar, SidecarError, description, instructions, lock_of
 from nexus.signature import Signature
 
 OPTIONS = Arguments(signature_tokens=48, window_tokens=120, recent_turns=1, surrogate_chars=80, max_tokens=24,
@@ -21,7 +21,7 @@ TOOL = Tool("home", "set_light", "Switch a light or dim it.", {
         "room": {"enum": ["kitchen", "attic", "garden"], "description": "Where the light is"},
         "percent": {"type": "integer", "minimum": 0, "maximum": 100}}})
 QUERY = "Dim the light in the attic to 40 percent."
-SEQ, OTHER = 2, 0
+SEQ, HEAD, OTHER = 2, 1, 0
 
 
 class Stop(Exception):
@@ -62,21 +62,24 @@ def test_one_lock_per_shared_object():
     assert entered == [False]
 
 
-def test_instructions_hold_the_signature_or_the_whole_schema():
+def test_a_tool_is_described_by_its_signature_or_its_whole_schema():
     signature = Signature("set_light(room: string)", ())
-    short = instructions(TOOL, signature, "You run a house.")
-    assert short.startswith("You run a house.\n\n") and short.endswith("\nset_light(room: string)")
-    assert INSTRUCTION in short and tool_text(TOOL) not in short
-    full = instructions(TOOL, signature, "", "full")
-    assert full.startswith(INSTRUCTION) and full.endswith(tool_text(TOOL)) and signature.text not in full
+    assert instructions("You run a house.") == f"You run a house.\n\n{INSTRUCTION}\n\n{TOOL_HEADING}"
+    assert instructions("") == f"{INSTRUCTION}\n\n{TOOL_HEADING}"
+    assert description(TOOL, signature, "signature") == signature.text
+    assert description(TOOL, signature, "full") == tool_text(TOOL)
     with pytest.raises(SidecarError, match='schema is \'whole\'; give "signature" or "full"'):
-        instructions(TOOL, signature, "", "whole")
+        description(TOOL, signature, "whole")
 
 
-@pytest.mark.parametrize("seq", [-1, 3, 4])
-def test_the_scratch_sequence_and_beyond_are_refused(seq):
-    with pytest.raises(SidecarError, match=f"seq is {seq}; give 0 … 2"):
-        Sidecar(SimpleNamespace(scratch_seq=3), None, seq=seq, options=OPTIONS, system_prompt="")
+@pytest.mark.parametrize("seqs, said", [
+    ({"seq": -1}, "seq is -1; give 0 … 2"), ({"seq": 3}, "seq is 3"), ({"seq": 0, "head_seq": 4}, "head_seq is 4; give"),
+    ({"seq": 1, "head_seq": 1}, "seq and head_seq are both 1"), ({"seq": 0, "head_seq": 1}, "kv_unified is false"),
+])
+def test_sequences_that_cannot_be_used_are_refused(seqs, said):
+    runtime = SimpleNamespace(scratch_seq=3, options=ContextOptions(kv_unified=False))
+    with pytest.raises(SidecarError, match=said):
+        Sidecar(runtime, None, **seqs, options=OPTIONS, system_prompt="")
 
 
 @pytest.mark.integration
@@ -130,7 +133,7 @@ def test_no_text_of_others_opens_a_message(sidecar, smollm2):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_error_or_interrupt_leaves_no_sequence(error, at, sidecar, runtime, smollm2, monkeypatch):
     kept = system_tokens(smollm2, "A conversation.")
     runtime.decode(kept, 0, OTHER)
@@ -164,3 +167,63 @@ def test_a_prompt_that_does_not_fit_is_told_before_it_is_decoded(sidecar, runtim
     monkeypatch.setattr(runtime, "decode", None)
     with pytest.raises(SidecarError, match=r"the prompt has \d+ tokens, 24 are kept .* n_ctx is 1024; shorten"):
         sidecar.fill(TOOL, "more light " * 600)
+
+
+def logits_of(runtime, monkeypatch):
+    """All logits that the runtime returns from now on."""
+    seen, decode = [], runtime.decode
+
+    def watched(*args, **kwargs):
+        logits = decode(*args, **kwargs)
+        if logits is not None:
+            seen.append(logits)
+        return logits
+
+    monkeypatch.setattr(runtime, "decode", watched)
+    return seen
+
+
+@pytest.mark.integration
+def test_a_kept_head_is_decoded_once_and_changes_no_bit(sidecar, runtime, grammars, monkeypatch):
+    seen = logits_of(runtime, monkeypatch)
+    expected = sidecar.fill(TOOL, QUERY)
+    anew = seen.copy()
+    keeping = Sidecar(runtime, grammars, seq=SEQ, head_seq=HEAD, options=OPTIONS, system_prompt="You run a house.")
+    lengths, decode = [], runtime.decode
+    monkeypatch.setattr(runtime, "decode", lambda tokens, *args, **kwargs: (
+        lengths.append(len(tokens)), decode(tokens, *args, **kwargs))[1])
+    for first in (True, False):
+        seen.clear()
+        lengths.clear()
+        filled = keeping.fill(TOOL, QUERY)
+        assert (filled.text, filled.n_prompt_tokens) == (expected.text, expected.n_prompt_tokens)
+        assert np.array_equal(seen, anew)
+        n_head = runtime.pos_max(HEAD) + 1
+        assert ends(runtime) == [-1, n_head - 1, -1, -1]
+        n_rest = filled.n_prompt_tokens - n_head
+        assert 0 < n_rest and lengths[:2] == ([n_head, n_rest] if first else [n_rest, 1])
+    # Whoever clears the runtime asks nobody.
+    runtime.clear()
+    assert keeping.fill(TOOL, QUERY).text == expected.text
+    keeping.forget()
+    assert ends(runtime) == [-1] * 4
+    assert keeping.fill(TOOL, QUERY).text == expected.text
+
+
+@pytest.mark.integration
+def test_sidecars_of_other_prompts_may_share_the_kept_sequence(runtime, grammars, smollm2):
+    one, other = (Sidecar(runtime, grammars, seq=SEQ, head_seq=HEAD, options=OPTIONS, system_prompt=prompt)
+                  for prompt in ("You run a house.", "You sell a house."))
+    assert len(one.prompt(TOOL, QUERY)) == len(other.prompt(TOOL, QUERY))
+    alone = one.fill(TOOL, QUERY), one.prompt(TOOL, QUERY)
+    n_head = runtime.pos_max(HEAD) + 1
+    other.fill(TOOL, QUERY)
+    with other.lock:
+        rest, position = one.begin(alone[1])
+        assert position == n_head and np.array_equal(alone[1][n_head:], rest)
+        logits = runtime.decode(rest, position, SEQ, logits=True)
+        runtime.seq_rm(SEQ)
+    one.forget()
+    with Runtime(smollm2, runtime.options) as fresh:
+        fresh.decode(alone[1][:n_head], 0, SEQ)
+        assert np.array_equal(fresh.decode(rest, n_head, SEQ, logits=True), logits)
