@@ -212,7 +212,7 @@ class Walk:
         return mask
 
     def completion(self, most: int) -> list[int] | None:
-        """Tokens, at most `most`, that finish the text soon, None where that many do not. The walk stays where it is."""
+        """Tokens, at most `most`, that finish the text soon; None where that many do not. Nothing is consumed."""
         tokens: list[int] = []
         matcher, tokenizer = self.matcher, self.grammar.grammars.tokenizer
         text = bytearray(b"".join(self._written))

@@ -27,6 +27,8 @@ JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'
 # Control characters without a letter cannot be written: no argument needs them, and \u could spell half a pair.
 NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?/"
 NUMBER_BYTES = 30
+# Else a mask has only one of the tokens with which forced bytes can be written.
+ALL_SPELLINGS = '%llguidance {"no_forcing": true}'
 # What a pattern may ask for that needs more than our bound.
 UNBOUNDED_CHARS = 4096
 UNSUPPORTED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "$dynamicRef",
@@ -146,7 +148,7 @@ class _Writer:
         rule = self.value({"allOf": [self.root, {"type": "object"}]}, "", 0, frozenset())
         if rule is None:
             raise SchemaGrammarError("the schema allows no object of bounded depth; check its required fields")
-        lark = "\n".join([f"start: {rule.name}", *self.rules]) + "\n"
+        lark = "\n".join([ALL_SPELLINGS, f"start: {rule.name}", *self.rules]) + "\n"
         return SchemaGrammar(lark, tuple(self.relaxed.values()), rule.closing, tuple(self.required_keys))
 
     # A value of any kind. None stands for a schema that nothing satisfies.

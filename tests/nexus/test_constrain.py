@@ -118,6 +118,21 @@ def test_the_choice_is_the_full_masks_at_every_step(compiler):
     assert n_rejected == 0
 
 
+def test_a_mask_has_every_token_that_can_be_taken_also_where_bytes_are_forced(compiler):
+    walk = compiler.compile({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+                             "additionalProperties": False}).start()
+    for piece in (b'{"', b"n", b"a", b"m", b"e", b'":', b'"'):
+        bits = np.unpackbits(walk.mask().view(np.uint8), bitorder="little")[:len(PIECES)]
+        taken = np.zeros(len(PIECES), bool)
+        for token in range(len(PIECES)):
+            taken[token] = walk.matcher.try_consume_tokens([token]) == 1
+            walk.matcher.rollback(int(taken[token]))
+        assert np.array_equal(bits, taken), walk.text
+        logits = np.zeros(len(PIECES), np.float32)
+        logits[PIECES.index(piece)] = 1
+        walk.choose(logits)
+
+
 def test_equal_logits_give_the_lowest_token():
     mask = np.zeros(2, np.uint32)
     mask[:] = 1 << 5 | 1 << 9, 1
