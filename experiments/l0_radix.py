@@ -207,7 +207,10 @@ class Bench:
             for index in range(IDENTITY_TEXTS):
                 begin = index * (len(self.text) - 2 * n) // IDENTITY_TEXTS
                 prompt = self.text[begin:begin + n]
-                other = np.concatenate([prompt[:split], self.text[begin + n:begin + n + 64]])
+                behind = self.text[begin + n:begin + n + 80]
+                # The branch leaves the prompt with its first token.
+                begins = int(np.argmax(behind != prompt[split]))
+                other = np.concatenate([prompt[:split], behind[begins:begins + 64]])
                 cache.clear()
                 runtime.clear()
                 cache.prefill(prompt[:split])
