@@ -92,7 +92,7 @@ class Bench:
             self.xgrammar.close()
 
     def compiled(self, impl: str) -> list[dict]:
-        """One sample per schema: how long it took, by how much the process grew, and what the engine said against it."""
+        """One sample per schema: how long it took, by how much the process grew, what the engine said against it."""
         tools = self.tools
         if impl in SLOW_COMPILERS:
             tools = [self.by_identity[case.tool] for case in self.cases.values()]

@@ -1,4 +1,6 @@
-"""xgrammar in a process of its own: it would bring a training stack into ours. Needs xgrammar, apache-tvm-ffi and numpy.
+"""xgrammar in a process of its own: it would bring a training stack into ours.
+
+Needs xgrammar, apache-tvm-ffi and numpy.
 
 Started with the path of a folder: `pieces.npy` and `ends.npy` there hold the vocabulary, and each mask is written to
 `mask.npy`. A line of standard input is a JSON command, a line of standard output its answer; times are in µs.

@@ -135,7 +135,8 @@ class Grammar:
             written = schema_grammar(schema, grammars.bounds, grammars.problem_of)
         except SchemaGrammarError as error:
             raise ConstrainError(f"schema: {error}") from None
-        self.lark, self.relaxed, self.closing_bytes = written.lark, written.relaxed, written.closing_bytes
+        self.lark, self.closing_bytes = written.lark, written.closing_bytes
+        self.relaxed: tuple[Relaxation, ...] = written.relaxed
         self._matcher = grammars.matcher(written.lark)
         if problem := complaint(self._matcher):
             raise ConstrainError(f"schema: llguidance refuses its grammar: {problem}")

@@ -7,7 +7,6 @@ asks for them: an object that lists its properties is closed otherwise.
 """
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,61 +14,18 @@ from typing import Any
 
 from jsonschema.validators import Draft202012Validator
 
-from nexus.schema_merge import OF_TYPE, TYPES, Schema, UnresolvedReference, disjoint, merged, plain, resolved, types_of
+from nexus.grammar_rules import COUNT_BITS, MEMBER_BITS, Rule, Rules, SchemaGrammarError, compact, json_rule, quoted
+from nexus.schema_forms import FORMS
+from nexus.schema_merge import OF_TYPE, Schema, UnresolvedReference, disjoint, merged, plain, resolved, types_of
 
 # Integers that every JSON reader keeps exactly.
 LARGEST_INTEGER = 2**53 - 1
-MOST_RULES = 50_000
-# Bits of a rule's parameter that tell which members were written; the rest of its 64 count the others.
-MEMBER_BITS = 56
-COUNT_BITS = 6
-JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
-# Control characters without a letter cannot be written: no argument needs them, and \u could spell half a pair.
 NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?/"
 NUMBER_BYTES = 30
-# Else a mask has only one of the tokens with which forced bytes can be written.
-ALL_SPELLINGS = '%llguidance {"no_forcing": true}'
 # What a pattern may ask for that needs more than our bound.
 UNBOUNDED_CHARS = 4096
 UNSUPPORTED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "$dynamicRef",
                "$recursiveRef")
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, int | float) and not isinstance(item, bool)
-
-
-def _is_count(item: Any) -> bool:
-    return _is_number(item) and item >= 0 and item == int(item)
-
-
-def _is_list(item: Any) -> bool:
-    return isinstance(item, list) and len(item) > 0
-
-
-def _is_schema(item: Any) -> bool:
-    return isinstance(item, bool | Mapping)
-
-
-# What makes a value of a keyword usable; schemas in the wild are not always schemas.
-FORMS: dict[str, Callable[[Any], bool]] = {
-    "type": lambda item: set([item] if isinstance(item, str) else item if _is_list(item) else ["?"]) <= set(TYPES),
-    "$ref": lambda item: isinstance(item, str),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
-    "multipleOf": lambda item: _is_number(item) and item > 0,
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count),
-    **dict.fromkeys(("pattern", "format"), lambda item: isinstance(item, str)),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf"), _is_list),
-    "enum": lambda item: isinstance(item, list),
-    "required": lambda item: isinstance(item, list) and all(isinstance(key, str) for key in item),
-    "prefixItems": lambda item: isinstance(item, list),
-    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), _is_schema),
-    **dict.fromkeys(("properties", "patternProperties"), lambda item: isinstance(item, Mapping)),
-}
-
-
-class SchemaGrammarError(ValueError):
-    """No grammar can be made of a schema; the message says what it forbids or where it is too large."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +70,6 @@ class SchemaGrammar:
     """Keys that some object requires, as they are written, with the colon."""
 
 
-@dataclass(frozen=True)
-class _Rule:
-    name: str
-    whole: int
-    """Bytes, at most, that a completion writes for all of it."""
-    closing: int
-    """Bytes that the worst unfinished text of it lacks."""
-
-
 def schema_grammar(schema: Mapping[str, Any] | bool, bounds: Bounds,
                    problem_of: Callable[[str], str]) -> SchemaGrammar:
     """The grammar of JSON objects that the schema allows.
@@ -133,27 +80,24 @@ def schema_grammar(schema: Mapping[str, Any] | bool, bounds: Bounds,
     return _Writer(schema, bounds, problem_of).written()
 
 
-class _Writer:
+class _Writer(Rules):
     def __init__(self, schema: Mapping[str, Any] | bool, bounds: Bounds, problem_of: Callable[[str], str]):
+        super().__init__()
         self.root, self.bounds, self.problem_of = schema, bounds, problem_of
-        self.rules: list[str] = []
-        self.n_names = 0
         self.relaxed: dict[tuple[str, str], Relaxation] = {}
         self.required_keys: dict[str, None] = {}
-        self.leaves: dict[str, _Rule] = {}
-        self.references: dict[tuple[str, int], _Rule | None] = {}
-        self.free: dict[int, _Rule] = {}
+        self.references: dict[tuple[str, int], Rule | None] = {}
+        self.free: dict[int, Rule] = {}
 
     def written(self) -> SchemaGrammar:
         rule = self.value({"allOf": [self.root, {"type": "object"}]}, "", 0, frozenset())
         if rule is None:
             raise SchemaGrammarError("the schema allows no object of bounded depth; check its required fields")
-        lark = "\n".join([ALL_SPELLINGS, f"start: {rule.name}", *self.rules]) + "\n"
-        return SchemaGrammar(lark, tuple(self.relaxed.values()), rule.closing, tuple(self.required_keys))
+        return SchemaGrammar(self.text(rule), tuple(self.relaxed.values()), rule.closing, tuple(self.required_keys))
 
     # A value of any kind. None stands for a schema that nothing satisfies.
 
-    def value(self, schema: Any, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
+    def value(self, schema: Any, path: str, depth: int, open_: frozenset[str]) -> Rule | None:
         schema = self.well_formed(schema, path)
         if isinstance(schema, dict) and schema.keys() == {"$ref"}:
             return self.reference(schema["$ref"], path, depth, open_)
@@ -183,7 +127,7 @@ class _Writer:
                 del found[keyword]
         return found or True
 
-    def reference(self, reference: str, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
+    def reference(self, reference: str, path: str, depth: int, open_: frozenset[str]) -> Rule | None:
         depth += reference in open_
         if depth > self.bounds.depth:
             return None
@@ -246,7 +190,7 @@ class _Writer:
         return lambda keyword, reason: self.relax(path, keyword, reason)
 
     def alternative_schemas(self, keyword: str, schema: dict, path: str, depth: int,
-                            open_: frozenset[str]) -> _Rule | None:
+                            open_: frozenset[str]) -> Rule | None:
         rest = {key: item for key, item in schema.items() if key != keyword}
         branches = [merged(rest or True, part, self.noting(path)) for part in schema[keyword]]
         if keyword == "oneOf":
@@ -256,14 +200,7 @@ class _Writer:
         return self.alternatives([self.value(branch, f"{path}/{keyword}/{i}", depth, open_)
                                   for i, branch in enumerate(branches)])
 
-    def alternatives(self, rules: Sequence[_Rule | None]) -> _Rule | None:
-        found = list(dict.fromkeys(rule for rule in rules if rule is not None))
-        if len(found) < 2:
-            return found[0] if found else None
-        return self.rule(" | ".join(rule.name for rule in found), max(rule.whole for rule in found),
-                         max(rule.closing for rule in found))
-
-    def listed(self, schema: dict[str, Any], path: str) -> _Rule | None:
+    def listed(self, schema: dict[str, Any], path: str) -> Rule | None:
         """The values of an `enum` that the other keywords allow."""
         others = {key: item for key, item in schema.items() if key != "enum"}
         definitions = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root} \
@@ -281,13 +218,9 @@ class _Writer:
         texts = list(dict.fromkeys(compact(value) for value in schema["enum"] if allowed(value)))
         return self.literals(texts) if texts else None
 
-    def literals(self, texts: Sequence[str]) -> _Rule:
-        sizes = [len(text.encode()) for text in texts]
-        return self.leaf(" | ".join(map(quoted, texts)), max(sizes), max(sizes))
-
     # One type.
 
-    def typed(self, name: str, schema: dict, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
+    def typed(self, name: str, schema: dict, path: str, depth: int, open_: frozenset[str]) -> Rule | None:
         if name == "null":
             return self.literals(["null"])
         if name == "boolean":
@@ -300,7 +233,7 @@ class _Writer:
             return self.array(schema, path, depth, open_)
         return self.object(schema, path, depth, open_)
 
-    def string(self, schema: dict, path: str) -> _Rule | None:
+    def string(self, schema: dict, path: str) -> Rule | None:
         least = int(schema.get("minLength", 0))
         bounds = self.bounds
         most = max(least, bounds.max_code_chars if is_code(schema.get("pattern")) else bounds.max_string_chars)
@@ -329,7 +262,7 @@ class _Writer:
             self.relax(path, keyword, self.leaf_problem(found | {keyword: special[keyword]}) or problem)
         return self.json_leaf(found, 2 + least, least + 6)
 
-    def number(self, name: str, schema: dict, path: str) -> _Rule | None:
+    def number(self, name: str, schema: dict, path: str) -> Rule | None:
         found = {key: schema[key] for key in OF_TYPE["number"] if key in schema}
         if name == "number" and not found:
             return self.leaf(NUMBER, 1, NUMBER_BYTES)
@@ -357,7 +290,7 @@ class _Writer:
                 return self.json_leaf({"type": name, **rest}, NUMBER_BYTES, NUMBER_BYTES)
         raise SchemaGrammarError(f"{path}: {problem}")
 
-    def array(self, schema: dict, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
+    def array(self, schema: dict, path: str, depth: int, open_: frozenset[str]) -> Rule | None:
         least = int(schema.get("minItems", 0))
         most = min(max(least, self.bounds.max_items), int(schema.get("maxItems", LARGEST_INTEGER)))
         first = [self.value(item, f"{path}/prefixItems/{i}", depth, open_)
@@ -396,7 +329,7 @@ class _Writer:
         return self.rule(f'"[" {tail} "]"', 2 + needed, 2 + needed + max(rule.closing for rule in parts))
 
     def unique_items(self, schema: dict, path: str, least: int, most: int, depth: int,
-                     open_: frozenset[str]) -> _Rule | None:
+                     open_: frozenset[str]) -> Rule | None:
         """An array of different listed values; None where the items are not listed, or too many."""
         items, *_ = self.flat(plain(schema.get("items", True)), path, depth, open_)
         if not isinstance(items, dict) or items.keys() - {"enum", "type"} or len(items.get("enum", ())) > MEMBER_BITS \
@@ -413,10 +346,10 @@ class _Writer:
         needed = 2 + sum(sizes[:least])
         return self.rule(f'"[" {body} "]"', needed, needed + max((value.closing for value in values), default=0))
 
-    def object(self, schema: dict, path: str, depth: int, open_: frozenset[str]) -> _Rule | None:
+    def object(self, schema: dict, path: str, depth: int, open_: frozenset[str]) -> Rule | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         patterns = schema.get("patternProperties", {})
-        members: dict[str, _Rule] = {}
+        members: dict[str, Rule] = {}
         for key in dict.fromkeys([*properties, *required]):
             parts = [item for pattern, item in patterns.items() if matches(pattern, key)]
             parts += [properties[key]] if key in properties else []
@@ -459,7 +392,7 @@ class _Writer:
         return self.rule(f'"{{" {body} "}}"', needed, needed + max([0, *inner]))
 
     def extra_member(self, schema: dict, path: str, depth: int, open_: frozenset[str],
-                     members: Mapping[str, _Rule]) -> _Rule | None:
+                     members: Mapping[str, Rule]) -> Rule | None:
         """A member whose key the schema does not name, None where there may be none."""
         patterns = schema.get("patternProperties", {})
         pairs = []
@@ -483,47 +416,19 @@ class _Writer:
                       key.closing + 1 + max(value.closing, value.whole))
             for key, value in pairs if key is not None and value is not None])
 
-    def other_key(self, names: Sequence[str]) -> _Rule:
+    def other_key(self, names: Sequence[str]) -> Rule:
         text = rf'/"[^"\\\x00-\x1f\x7f]{{1,{self.bounds.max_key_chars}}}"/'
         if names:
             text += f" & ~({' | '.join(quoted(compact(name)) for name in names)})"
         return self.leaf(text, 3, 7)
 
-    def members(self, members: Sequence[tuple[_Rule, bool]], end: str, going_on: str, may_be_empty: bool,
-                extra: _Rule | None = None, extra_least: int = 0, extra_most: int = 0) -> str:
-        """Body of a list of different members in any order, those marked True in each, and of further ones behind.
-
-        Bit i of the rules' parameter says that member i was written. More members than bits come in groups, one group
-        after the other. `end` and `going_on` are conditions for the end and for another member.
-        """
-        groups = [members[i:i + MEMBER_BITS] for i in range(0, len(members), MEMBER_BITS)]
-        # What follows the last group: `rest` behind a member, `first` where there was none.
-        rest = first = '""'
-        if extra:
-            more = self.name()
-            self.rules.append(f'{more}::_: ""{condition(f"ge(_, {extra_least})" if extra_least else "")} | "," '
-                              f'{extra.name} {more}::incr([0:{COUNT_BITS}]) %if lt(_, {extra_most})')
-            rest, first = f"{more}::0x0", f"{extra.name} {more}::0x1"
-            first = first if extra_least else f'"" | {first}'
-        elif not may_be_empty:
-            first = ""
-        for group in reversed(groups):
-            behind, before = self.name(), self.name()
-            needed = [f"bit_set({i})" for i, (_, required) in enumerate(group) if required]
-            steps = [f'{{comma}} {rule.name} {behind}::set_bit({i})' for i, (rule, _) in enumerate(group)]
-            free = [condition(both([f"bit_clear({i})", going_on])) for i in range(len(group))]
-            self.rules.append(f"{behind}::_: {rest}{condition(both([*needed, end]))}" + "".join(
-                f" | {step.format(comma=chr(34) + ',' + chr(34))}{test}" for step, test in zip(steps, free)))
-            started = [step.format(comma="").strip() for step in steps]
-            if not needed and first:
-                started.insert(0, first)
-            self.rules.append(f"{before}::_: " + " | ".join(started))
-            rest, first = f'{behind}::0x0', f"{before}::0x0"
-        return f"({first})"
+    def leaf_problem(self, schema: dict[str, Any]) -> str:
+        """The engine's complaint about one value of this schema, "" for none."""
+        return self.problem_of(f"start: {json_rule(schema)}\n")
 
     # Free values.
 
-    def anything(self, level: int) -> _Rule:
+    def anything(self, level: int) -> Rule:
         """Any JSON value, nested as deep as the bounds allow."""
         if level not in self.free:
             scalars = [self.string({}, ""), self.number("number", {}, ""), self.literals(["true", "false", "null"])]
@@ -535,66 +440,6 @@ class _Writer:
                                              2, 2 + item.closing))
             self.free[level] = self.alternatives(scalars)
         return self.free[level]
-
-    # Rules.
-
-    def name(self) -> str:
-        if len(self.rules) > MOST_RULES:
-            raise SchemaGrammarError(f"the schema needs more than {MOST_RULES} rules; make it smaller")
-        self.n_names += 1
-        return f"r{self.n_names}"
-
-    def rule(self, body: str, whole: int, closing: int) -> _Rule:
-        name = self.name()
-        self.rules.append(f"{name}: {body}")
-        return _Rule(name, whole, closing)
-
-    def leaf(self, body: str, whole: int, closing: int) -> _Rule:
-        """A terminal, written once however often it is used."""
-        if body not in self.leaves:
-            name = self.name().upper()
-            self.rules.append(f"{name}: {body}")
-            self.leaves[body] = _Rule(name, whole, closing)
-        return self.leaves[body]
-
-    def leaf_problem(self, schema: dict[str, Any]) -> str:
-        """The engine's complaint about one value of this schema, "" for none."""
-        return self.problem_of(f"start: {json_rule(schema)}\n")
-
-    def json_leaf(self, schema: dict[str, Any], whole: int, closing: int) -> _Rule:
-        body = json_rule(schema)
-        if body not in self.leaves:
-            self.leaves[body] = self.rule(body, whole, closing)
-        return self.leaves[body]
-
-
-def compact(value: Any) -> str:
-    """JSON text of a value without white space, as it is written."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def quoted(text: str) -> str:
-    """A literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The body of a rule that llguidance converts itself."""
-    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **schema})
-
-
-def condition(test: str) -> str:
-    return f" %if {test}" if test else ""
-
-
-def both(tests: Sequence[str]) -> str:
-    """The tests joined, "" for none. Conditions take two at a time."""
-    tests = [test for test in tests if test]
-    if len(tests) < 2:
-        return tests[0] if tests else ""
-    half = len(tests) // 2
-    return f"and({both(tests[:half])}, {both(tests[half:])})"
-
 
 def is_code(pattern: Any) -> bool:
     """Whether a pattern is of a whole string and names all its characters: no text is written into such a field."""

@@ -98,7 +98,8 @@ def test_rows_of_samples(cfg):
     samples += [{"kind": "argmax", "impl": ARGMAX, "case": "q", "repetition": 0, "step": 0, "us": 5.0}]
     samples += [{"kind": "compile", "impl": OURS, "tool": "t", "compile_ms": ms, "grown_kib": 4, "problem": None}
                 for ms in (1.0, 3.0)]
-    samples += [{"kind": "compile", "impl": LLGUIDANCE, "tool": "t", "compile_ms": 1.0, "grown_kib": 0, "problem": "no"}]
+    samples += [{"kind": "compile", "impl": LLGUIDANCE, "tool": "t", "compile_ms": 1.0, "grown_kib": 0,
+                 "problem": "no"}]
     rows = {row["impl"]: row for row in constrain_cost.summarise(cfg, samples)}
     ours, mask = rows[OURS], rows[OUR_MASK]
     assert (ours["p50_us"].value, ours["p99_us"].value, ours["n_steps"]) == (10, 20, 3)

@@ -101,8 +101,8 @@ def test_problems_name_the_field():
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), [
-    ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"minimum": 3, "exclusiveMinimum": True}}},
-     {"x": 4}, {"x": 3}),
+    ({"$schema": "http://json-schema.org/draft-04/schema#",
+      "properties": {"x": {"minimum": 3, "exclusiveMinimum": True}}}, {"x": 4}, {"x": 3}),
     ({"properties": {"x": {"minimum": 3, "exclusiveMinimum": True}}}, {"x": 4}, {"x": 3}),
     ({"properties": {"x": {"items": [{"type": "null"}], "additionalItems": False}}}, {"x": [None]}, {"x": [None, 1]}),
     ({"properties": {"x": {"prefixItems": [{"type": "null"}], "items": False}}}, {"x": [None]}, {"x": [None, 1]}),

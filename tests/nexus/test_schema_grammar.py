@@ -12,7 +12,8 @@ from nexus.constrain import ConstrainError
 from nexus.schema_grammar import Bounds, SchemaGrammarError, is_code
 from constraint_vocabulary import accepts, grammars
 
-CASES = [json.loads(line) for line in Path(__file__).with_name("constraint_cases.jsonl").read_text("utf-8").splitlines()]
+CASES = [json.loads(line)
+         for line in Path(__file__).with_name("constraint_cases.jsonl").read_text("utf-8").splitlines()]
 TREE = {"type": "object", "properties": {"name": {"type": "string"}, "children": {
     "type": "array", "items": {"$ref": "#"}}}, "required": ["name"], "additionalProperties": False}
 
@@ -62,7 +63,8 @@ def test_more_members_than_a_parameter_has_bits(compiler):
     assert not accepts(grammar, dict.fromkeys(["k3", "k129"])) and not accepts(grammar, {})
 
 
-@pytest.mark.parametrize("key", ["from", "filter-query", "$and", 'a"b', "a\\b", "new\nline", "漢字", "a/b#c", "x" * 45, ""])
+@pytest.mark.parametrize("key", ["from", "filter-query", "$and", 'a"b', "a\\b", "new\nline", "漢字", "a/b#c", "x" * 45,
+                                 ""])
 def test_any_name_can_be_a_key(compiler, key):
     grammar = compiler.compile({"type": "object", "properties": {key: {"type": "boolean"}}, "required": [key]})
     assert accepts(grammar, {key: True}) and not accepts(grammar, {})
@@ -79,7 +81,8 @@ def test_any_name_can_be_a_key(compiler, key):
     ({"const": 'say "hi"\n'}, ['say "hi"\n'], ["hi"]),
     ({"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False, "minItems": 1},
      [[None], [None, True]], [[], [True], [None, True, 1]]),
-    ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, [[1, 2], [1, 2, 3]], [[1], [1] * 4]),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, [[1, 2], [1, 2, 3]],
+     [[1], [1] * 4]),
     ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}, [[], ["c", "a"]], [["a", "a"]]),
     ({"type": "object"}, [{}, {"k": [1, {"z": None}]}], [[], {"": 1}]),
     ({"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},

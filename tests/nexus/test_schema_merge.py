@@ -72,7 +72,8 @@ values = st.one_of(st.none(), st.booleans(), st.integers(-3, 6), st.sampled_from
 small = st.fixed_dictionaries({}, optional={
     "type": st.sampled_from(["string", "integer", "number", "object", "array", ["integer", "null"]]),
     "minimum": st.integers(-2, 3), "maximum": st.integers(0, 5), "minLength": st.integers(0, 2),
-    "maxLength": st.integers(1, 3), "minItems": st.integers(0, 2), "required": st.lists(st.sampled_from("ab"), unique=True),
+    "maxLength": st.integers(1, 3), "minItems": st.integers(0, 2),
+    "required": st.lists(st.sampled_from("ab"), unique=True),
     "enum": st.lists(values, min_size=1, max_size=4), "items": st.sampled_from([True, {"maximum": 1}]),
     "properties": st.dictionaries(st.sampled_from("ab"), st.sampled_from([True, False, {"maximum": 2}])),
     "additionalProperties": st.sampled_from([True, False, {"minimum": 1}])})
