@@ -320,6 +320,8 @@ class Arguments(_Section):
 
     signature_tokens: Annotated[int, Field(ge=8)]
     """Budget of a tool's compressed signature."""
+    described_tokens: Annotated[int, Field(ge=1)]
+    """What descriptions, defaults and bounds may bring it up to; names, types and enums may go beyond."""
     window_tokens: Annotated[int, Field(ge=0)]
     """Budget of the conversation that the sidecar reads."""
     recent_turns: Count
