@@ -200,7 +200,8 @@ class Bench(RoutingBench):
     def _token_counts(self) -> list[dict]:
         model = self.runtime.model
         counts = signature_statistics(self.tools, lambda text: len(model.tokenize(text)),
-                                      self.cfg.arguments.signature_tokens)
+                                      self.cfg.arguments.signature_tokens,
+                                      described_tokens=self.cfg.arguments.described_tokens)
         return [{"arm": TOKENS, "tool": _label(count["server"], count["name"]),
                  "n_signature_tokens": count["n_signature_tokens"], "n_schema_tokens": count["n_schema_tokens"],
                  "n_cut": len(count["cut"])} for count in counts]

@@ -126,7 +126,8 @@ class PathB:
         self.lock = lock_of(remote)
 
     def signature(self, tool: Tool) -> Signature:
-        return signature_of(tool, self.options.signature_tokens, self.count_tokens)
+        return signature_of(tool, self.options.signature_tokens, self.count_tokens,
+                            described_tokens=self.options.described_tokens)
 
     def messages(self, tool: Tool, query: str, history: Sequence[Mapping[str, Any]] = (),
                  schema: Schema = "signature") -> list[dict[str, str]]:

@@ -101,7 +101,8 @@ class Sidecar:
         with self.lock:
             if tool not in self._signatures:
                 self._signatures[tool] = signature_of(tool, self.options.signature_tokens,
-                                                      lambda text: len(self.model.tokenize(text)))
+                                                      lambda text: len(self.model.tokenize(text)),
+                                                      described_tokens=self.options.described_tokens)
             return self._signatures[tool]
 
     def window(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
