@@ -203,6 +203,16 @@ def test_a_schema_is_compiled_once_and_keeps_its_order():
     assert compiler.emptied().compile(a) is not compiler.compile(a)
 
 
+def test_a_schema_that_cannot_be_read_is_refused_and_breaks_no_other(compiler):
+    deep: dict = {}
+    for _ in range(2000):
+        deep = {"type": "object", "properties": {"x": deep}}
+    for schema, what in ((deep, "too deep"), ({"properties": {"\ud800": {"type": "null"}}}, "lone surrogate")):
+        with pytest.raises(ConstrainError, match=what):
+            compiler.compile(schema)
+    assert accepts(compiler.compile({"type": "object"}), {})
+
+
 def test_unknown_engines_and_missing_vocabularies_are_refused():
     with pytest.raises(ConstrainError, match="engine is 'outlines'; use one of llguidance"):
         Grammars(None, engine="outlines", pieces=PIECES)
