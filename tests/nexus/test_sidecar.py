@@ -14,8 +14,8 @@ from nexus.runtime import ContextOptions, Runtime
 from nexus.sidecar import INSTRUCTION, Sidecar, SidecarError, description, instructions, lock_of
 from nexus.signature import Signature
 
-OPTIONS = Arguments(signature_tokens=48, window_tokens=120, recent_turns=1, surrogate_chars=80, max_tokens=24,
-                    max_string_chars=24, max_items=2)
+OPTIONS = Arguments(signature_tokens=48, described_tokens=24, window_tokens=120, recent_turns=1,
+                    surrogate_chars=80, max_tokens=24, max_string_chars=24, max_items=2)
 TOOL = Tool("home", "set_light", "Switch a light or dim it.", {
     "type": "object", "required": ["room"], "properties": {
         "room": {"enum": ["kitchen", "attic", "garden"], "description": "Where the light is"},
