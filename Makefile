@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export DVC_NO_ANALYTICS := 1
 CHOICES = $(if $(MODEL),--model '$(MODEL)') $(if $(PROFILE),--profile '$(PROFILE)')
 
-.PHONY: help repro test verify doctor install params lock clean
+.PHONY: help repro test verify doctor install params peers lock clean
 
 help:
 	@echo "make repro    measure and draw everything: [MODEL=name or GGUF path] [PROFILE=quick] [FORCE=1]"
@@ -18,7 +18,8 @@ help:
 	@echo "make doctor   check this machine and installation"
 	@echo "make install  create .venv from requirements.txt; [PYTHON=python3.12]"
 	@echo "make params   write params.yaml from conf/"
-	@echo "make lock     write requirements.txt and requirements-train.txt from pyproject.toml (needs uv)"
+	@echo "make peers    install xgrammar into .nexus/peers, to be measured beside our own constraints"
+	@echo "make lock     write the requirements files from pyproject.toml (needs uv)"
 	@echo "make clean    remove measured cells, stamps, caches and results of other profiles than full"
 
 repro: install
@@ -38,6 +39,13 @@ else
 	@$(PYTHON) install.py
 endif
 
+# Without dependencies: xgrammar asks for PyTorch and transformers, which masks do not need.
+peers: install
+	@$(VENV_PYTHON) -m venv --clear .nexus/peers
+	@.nexus/peers/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+		--only-binary :all: --requirement requirements-peers.txt
+	@echo "xgrammar is in .nexus/peers; measure with: .venv/bin/python -m experiments.constrain_cost"
+
 # Compilers write `cpycppyy`, but its headers then land in a folder of that spelling, where cppyy does not look for them.
 lock:
 	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
@@ -47,6 +55,10 @@ lock:
 		print(*project['optional-dependencies']['train'], sep='\n')" | \
 		uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
 		--python-version 3.11 --constraint requirements.txt - -o requirements-train.txt
+	$(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+		print(*project['optional-dependencies']['engine'], sep='\n')" | \
+		uv pip compile --generate-hashes --no-deps --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
+		--universal --python-version 3.11 - -o requirements-peers.txt
 
 clean:
 	rm -rf .nexus/cells .nexus/blocks .nexus/done .nexus/stamp .nexus/sweeps .nexus/hydra results/*.quick results/multirun

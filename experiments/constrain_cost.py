@@ -65,9 +65,10 @@ class Bench:
         self.grammars = Grammars(self.model, bounds=bounds)
         self.runtime = Runtime(self.model, context_options(cfg.runtime))
         self.xgrammar: XGrammar | None = None
+        self.xgrammar_python = xgrammar_python(cfg)
         self.impls = [OURS, OUR_MASK]
         for peer in self.section.peers:
-            if peer == XGRAMMAR and self.section.xgrammar_python is None:
+            if peer == XGRAMMAR and self.xgrammar_python is None:
                 continue
             self.impls += [peer, CHECKED] if peer == LLAMA_CPP else [peer]
 
@@ -77,7 +78,7 @@ class Bench:
             [[tool.server, tool.name, tool.description, tool.input_schema] for tool in self.tools])}
         compiled = [impl for impl in self.impls if impl not in (OUR_MASK, CHECKED)]
         return [*(Cell({**inputs, "compile": impl}, weight=5, label=f"compile, {impl}") for impl in compiled),
-                *(Cell({**inputs, "case": case}, weight=20 * self.section.repetitions, label=f"decode, {case}")
+                *(Cell({**inputs, "case": case, "impls": self.impls}, weight=20 * self.section.repetitions, label=f"decode, {case}")
                   for case in self.cases)]
 
     def measure(self, cell: Cell) -> list[dict]:
@@ -179,7 +180,7 @@ class Bench:
 
     def _xgrammar(self) -> XGrammar:
         if self.xgrammar is None:
-            self.xgrammar = XGrammar(self.section.xgrammar_python, self.grammars)
+            self.xgrammar = XGrammar(str(self.xgrammar_python), self.grammars)
         return self.xgrammar
 
     def _prompt(self, tool: Tool, query: str) -> np.ndarray:
@@ -189,6 +190,12 @@ class Bench:
         opening = f'{call_opening(model)}{tool.name}", "arguments": '
         return np.concatenate([system_tokens(model, system), block_tokens(model, tool), query_tokens(model, query),
                                model.tokenize(opening)])
+
+
+def xgrammar_python(cfg: Config) -> Path | None:
+    """The Python that has xgrammar; None where there is none."""
+    path = cfg.constrain_cost.xgrammar_python
+    return ROOT / path if path is not None and (ROOT / path).is_file() else None
 
 
 @contextmanager
@@ -233,7 +240,7 @@ def summarise(cfg: Config, samples: list[dict]) -> list[dict]:
     known = {row["impl"] for row in rows}
     for peer in cfg.constrain_cost.peers:
         if peer not in known:
-            missing = peer == XGRAMMAR and cfg.constrain_cost.xgrammar_python is None
+            missing = peer == XGRAMMAR and xgrammar_python(cfg) is None
             rows.append({"impl": peer, "status": "not installed" if missing else "no schema taken", **dict.fromkeys(
                 ("p50_us", "p99_us", "per_nexus"), None), "n_steps": 0, "rejection_rate": None, "agrees": None,
                 **_compile_columns(compiled.get((peer,), []), seed, level)})

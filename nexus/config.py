@@ -361,7 +361,8 @@ class ConstrainCost(_Section):
     peers: Annotated[list[Literal["llguidance", "llama-cpp-python", "xgrammar"]], Unique]
     """Other implementations that are timed beside ours."""
     xgrammar_python: Text | None
-    """Python that has xgrammar, which would bring a training stack into this environment; null leaves it out."""
+    """Python that has xgrammar, relative to the repository or absolute, since it would bring a training stack into this
+    environment; where it is not there, or null, the row says "not installed"."""
 
 
 class L0Radix(_Section):

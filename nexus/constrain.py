@@ -262,8 +262,10 @@ class Walk:
                 return attempt
             matcher.rollback(taken)
         allowed = np.flatnonzero(np.unpackbits(self.mask().view(np.uint8), bitorder="little"))
-        pieces = grammar.grammars.pieces
-        token = int(min(allowed, key=lambda found: (len(pieces[found]), found)))
+        pieces, written = grammar.grammars.pieces, opened or b""
+        # What is there already is tried last: of a pattern such as a URI's, a letter may be repeated for ever and only
+        # the colon leads on.
+        token = int(min(allowed, key=lambda found: (len(pieces[found]), written.count(pieces[found]), found)))
         self._consume([token])
         return [token]
 
@@ -290,7 +292,6 @@ class Walk:
     def _consume(self, tokens: list[int]) -> None:
         if self.matcher.try_consume_tokens(tokens) != len(tokens):
             raise ConstrainError(f"llguidance refuses {tokens}, which it allowed: {complaint(self.matcher)}")
-
 
 
 def best_allowed(logits: np.ndarray, mask: np.ndarray) -> int:

@@ -241,3 +241,15 @@ def test_the_models_own_tokens_are_taken(smollm2):
         logits[token] = 1
         assert walk.choose(logits) == token
     assert walk.finished and walk.text == text and walk.n_rejected == 0
+
+
+@pytest.mark.parametrize("string", [
+    *({"format": name} for name in ("uri", "email", "date-time", "date", "time", "uuid", "ipv4", "ipv6", "hostname")),
+    {"pattern": "^(https?|ssh)://[^ ]+$"}, {"pattern": "^[a-z]+@[a-z]+[.]com$"}])
+def test_a_form_whose_repetitions_never_end_by_themselves_is_completed(string):
+    schema = {"type": "object", "properties": {"x": {"type": "string"} | string}, "required": ["x"]}
+    grammar = grammars().compile(schema)
+    assert grammar.relaxed == ()
+    tokens = grammar.start(64).completion(64)
+    text = b"".join(PIECES[token] for token in tokens).decode()
+    assert accepts(grammar, text) and problems_of(json.loads(text), schema) == ()
