@@ -16,8 +16,10 @@ the pruned conversation, none of it, or all of it. One row per `metric`:
     ir_token_saving                  1 - signature / schema, median over these tools
     ir_information_kept              specified arguments whose name, type and legal values the signature still tells
     first_argument_speedup           full-schema over signature, ratio of medians of the time from the query's text to
-                                     the first token of the arguments. Both prefill their whole prompt; only the
-                                     signature's side routes, the other is told the tool. `*_tool_given`: neither routes
+                                     the first token of the arguments. Only the signature's side routes, the other is
+                                     told the tool. What all calls begin with (system prompt and instruction) is kept,
+                                     and the tool's text and the query are prefilled anew, on both sides
+    *_cold, *_tool_given             the same where nothing is kept, and where neither side routes
     main_context_token_saving        1 - signature / schema over the tokens that describe the tool in the main context,
                                      median over the cases' tools; `prompt_token_saving` counts all that is prefilled,
                                      with the system prompt, the instruction and the query that both have
@@ -41,7 +43,7 @@ from nexus.agent import Agent
 from nexus.argument_cases import ArgumentCase, load_argument_cases
 from nexus.arguments import Filled
 from nexus.cells import Cell
-from nexus.config import ROOT, Config
+from nexus.config import ROOT, Arguments, Config
 from nexus.constrain import Bounds, Grammars
 from nexus.model_tuple import context_options, open_model
 from nexus.pipeline import experiment_main, measure_cells, write_results
@@ -55,11 +57,13 @@ from nexus.stats import Estimate
 from nexus.workload import WorkloadError
 
 NAME = "sidecar_accuracy"
-SEQ = 0
+SEQ, HEAD_SEQ = 0, 1
 ROUTED, SIGNATURE, FULL = "routed", "signature", "full"
 WINDOW, NO_WINDOW, FULL_HISTORY = "window", "no_window", "full_history"
 CASE_ARMS, COREFERENCE_ARMS = (ROUTED, SIGNATURE, FULL), (WINDOW, NO_WINDOW, FULL_HISTORY)
 TOKENS, TIMED = "tokens", "timed"
+# Whether what all prompts begin with is in the cache when a time begins.
+KEPT, COLD = "kept", "cold"
 # Expected seconds per cell on 2 cores with the default model: only their proportions matter.
 WEIGHTS = {ROUTED: 2.5, SIGNATURE: 0.5, FULL: 5, WINDOW: 4, NO_WINDOW: 2.5, FULL_HISTORY: 5, TOKENS: 5, TIMED: 5}
 # More of a conversation than there is.
@@ -100,10 +104,10 @@ class Bench(RoutingBench):
         self.runtime = Runtime(model, context_options(cfg.runtime, n_ctx=min(self.section.n_ctx, model.n_ctx_train)))
         self.grammars = Grammars(model, bounds=Bounds(max_string_chars=options.max_string_chars,
                                                       max_items=options.max_items))
-        self.sidecar = self._sidecar(options)
+        self.sidecar, self.cold = self._sidecar(options, HEAD_SEQ), self._sidecar(options, None)
         self.filler = Remembering(self.sidecar)
         unpruned = options.model_copy(update={"window_tokens": ALL, "recent_turns": ALL, "surrogate_chars": ALL})
-        self.unpruned = Remembering(self._sidecar(unpruned))
+        self.unpruned = Remembering(self._sidecar(unpruned, HEAD_SEQ))
         self._warm = False
 
     def cells(self) -> list[Cell]:
@@ -115,9 +119,11 @@ class Bench(RoutingBench):
         cells = [Cell({**inputs, "arm": TOKENS}, WEIGHTS[TOKENS], f"tokens of {len(self.tools)} tools")]
         cells += [Cell({**inputs, "arm": arm, "case": case.id}, WEIGHTS[arm], f"{arm}, {case.id}")
                   for case, arm in asked]
-        return cells + [Cell({**inputs, "arm": TIMED, "case": case.id, "repetition": repetition}, WEIGHTS[TIMED],
-                             f"timed pair {repetition + 1}, {case.id}")
-                        for repetition in range(self.section.repetitions) for case in self.cases[:self.section.n_timed]]
+        # Cold pairs prefill twice as much and are there to show what keeping takes away: once per case is enough.
+        rounds = [(KEPT, repetition) for repetition in range(self.section.repetitions)] + [(COLD, 0)]
+        return cells + [Cell({**inputs, "arm": TIMED, "head": head, "case": case.id, "repetition": repetition},
+                             WEIGHTS[TIMED], f"timed pair, {head}, {case.id}")
+                        for head, repetition in rounds for case in self.cases[:self.section.n_timed]]
 
     def measure(self, cell: Cell) -> list[dict]:
         """One sample per tool for the token counts, one per side of a timed pair, else one."""
@@ -128,7 +134,7 @@ class Bench(RoutingBench):
         cases = self.coreference if arm in COREFERENCE_ARMS else self.cases
         case = next(case for case in cases if case.id == cell.inputs["case"])
         if arm == TIMED:
-            return self._timed(case, cell.inputs["repetition"])
+            return self._timed(case, cell.inputs["head"], cell.inputs["repetition"])
         return [self._routed(case) if arm == ROUTED else self._told(case, arm)]
 
     def close(self) -> None:
@@ -168,34 +174,37 @@ class Bench(RoutingBench):
             "n_relaxed": len(filled.relaxed), "n_prompt_tokens": filled.n_prompt_tokens, "n_tokens": filled.n_tokens,
             "n_rejected": filled.n_rejected, "first_token_ms": filled.first_token_ms, "total_ms": filled.total_ms}
 
-    def _timed(self, case: ArgumentCase, repetition: int) -> list[dict]:
+    def _timed(self, case: ArgumentCase, head: str, repetition: int) -> list[dict]:
         """The pair in alternating order, so that neither side is always the one that runs on a warm machine."""
         tool, router = self.by_identity[case.tool], self._router()
-        # A grammar is compiled once per tool, and not while a user waits.
-        self.grammars.compile(tool.input_schema)
-        self.sidecar.signature(tool)
+        sidecar = self.sidecar if head == KEPT else self.cold
+        # Made once per tool, and not while a user waits.
+        sidecar.signature(tool)
+        sidecar.grammar(tool)
         sides = (SIGNATURE, FULL) if (self.cases.index(case) + repetition) % 2 == 0 else (FULL, SIGNATURE)
         samples = []
         for side in sides:
             route_ms = router.route(case.query).total_ms if side == SIGNATURE else 0.0
-            n_prompt_tokens, first_token_ms = self._first_token(case, tool, side)
-            samples.append({"arm": TIMED, "case": case.id, "repetition": repetition, "side": side,
-                            "n_prompt_tokens": n_prompt_tokens, "route_ms": route_ms, "first_token_ms": first_token_ms})
+            n_decoded, first_token_ms = self._first_token(sidecar, case, tool, side)
+            samples.append({"arm": TIMED, "head": head, "case": case.id, "repetition": repetition, "side": side,
+                            "n_decoded": n_decoded, "route_ms": route_ms, "first_token_ms": first_token_ms})
         return samples
 
-    def _first_token(self, case: ArgumentCase, tool: Tool, side: Schema) -> tuple[int, float]:
-        """Tokens of the prompt, and ms from the query's text to the first token of the arguments: what `fill` begins
-        with, without what follows.
+    def _first_token(self, sidecar: Sidecar, case: ArgumentCase, tool: Tool, side: Schema) -> tuple[int, float]:
+        """Tokens decoded, and ms from the query's text to the first token of the arguments: `Sidecar.fill`, stopped
+        there.
         """
-        with self.sidecar.lock:
-            begin = time.perf_counter()
-            prompt = self.sidecar.prompt(tool, case.query, (), side)
+        with sidecar.lock:
+            start = time.perf_counter()
+            prompt = sidecar.prompt(tool, case.query, (), side)
             try:
-                logits = self.runtime.decode(prompt, 0, SEQ, logits=True)
-                self.grammars.compile(tool.input_schema).start(self.cfg.arguments.max_tokens).choose(logits)
-                return len(prompt), (time.perf_counter() - begin) * 1e3
+                rest, pos = sidecar.begin(prompt)
+                logits = self.runtime.decode(rest, pos, SEQ, logits=True)
+                sidecar.grammar(tool).start(self.cfg.arguments.max_tokens).choose(logits)
+                first_token_ms = (time.perf_counter() - start) * 1e3
             finally:
                 self.runtime.seq_rm(SEQ)
+        return len(rest) if sidecar.head_seq is not None else len(prompt), first_token_ms
 
     def _token_counts(self) -> list[dict]:
         model = self.runtime.model
@@ -218,8 +227,8 @@ class Bench(RoutingBench):
         return self.router(self.cfg.routing.system, self.tools, threshold and threshold.tau,
                            threshold and threshold.abstain_below)
 
-    def _sidecar(self, options) -> Sidecar:
-        return Sidecar(self.runtime, self.grammars, seq=SEQ, options=options,
+    def _sidecar(self, options: Arguments, head_seq: int | None) -> Sidecar:
+        return Sidecar(self.runtime, self.grammars, seq=SEQ, options=options, head_seq=head_seq,
                        system_prompt=self.cfg.workload.system_prompt)
 
     def _first(self, field: str, n: int) -> list[ArgumentCase]:
@@ -302,16 +311,18 @@ def _add_tokens(table: Table, counts: Samples, signature: Samples, full: Samples
 
 
 def _add_times(table: Table, timed: Samples, routed: Samples) -> None:
-    sides = {side: members for (side,), members in grouped(timed, "side").items()}
-    full_ms = [s["first_token_ms"] for s in sides[FULL]]
-    prefill_ms = [s["first_token_ms"] for s in sides[SIGNATURE]]
-    routed_ms = [s["route_ms"] + s["first_token_ms"] for s in sides[SIGNATURE]]
-    table.speedup("first_argument_speedup", full_ms, routed_ms)
-    table.speedup("first_argument_speedup_tool_given", full_ms, prefill_ms)
-    table.median("first_argument_full_schema_ms", full_ms)
-    table.median("first_argument_signature_ms", routed_ms)
-    table.median("route_ms", [s["route_ms"] for s in sides[SIGNATURE]])
-    table.median("prefill_ms", prefill_ms)
+    for head, suffix in ((KEPT, ""), (COLD, "_cold")):
+        sides = {side: members for (side,), members in
+                 grouped([s for s in timed if s["head"] == head], "side").items()}
+        full_ms = [s["first_token_ms"] for s in sides[FULL]]
+        prefill_ms = [s["first_token_ms"] for s in sides[SIGNATURE]]
+        routed_ms = [s["route_ms"] + s["first_token_ms"] for s in sides[SIGNATURE]]
+        table.speedup(f"first_argument_speedup{suffix}", full_ms, routed_ms)
+        table.speedup(f"first_argument_speedup_tool_given{suffix}", full_ms, prefill_ms)
+        table.median(f"first_argument_full_schema{suffix}_ms", full_ms)
+        table.median(f"first_argument_signature{suffix}_ms", routed_ms)
+        table.median(f"prefill{suffix}_ms", prefill_ms)
+    table.median("route_ms", [s["route_ms"] for s in timed if s["side"] == SIGNATURE])
     filled = [s for s in routed if s["filled"]]
     table.median("arguments_ms", [s["total_ms"] - s["first_token_ms"] for s in filled])
     table.median("turn_ms", [s["route_ms"] + s["total_ms"] for s in filled])

@@ -12,13 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nexus.arguments import Filled, fill
 from nexus.in_context import call_opening
+from nexus.name_automaton import pieces_of
 from nexus.prompt import BLOCK_ROLES, TOOL_HEADING
 from nexus.registry import Tool, tool_text
 from nexus.runtime import Model, Runtime
@@ -27,7 +28,8 @@ from nexus.window import prune
 
 if TYPE_CHECKING:
     from nexus.config import Arguments
-    from nexus.constrain import Grammars
+    from nexus.constrain import Grammar, Grammars, Walk
+    from nexus.schema_grammar import Relaxation
 
 Schema = Literal["signature", "full"]
 INSTRUCTION = ("Call the tool with arguments taken from the request and the conversation. Give only the arguments that "
@@ -35,6 +37,8 @@ INSTRUCTION = ("Call the tool with arguments taken from the request and the conv
                "Never make up a value.")
 # Stands in for a text while the frame around it is asked from the chat template.
 CONTENT = "nexus"
+# What closes a call behind its arguments, see nexus/in_context.py.
+CALL_ENDS = (b"}", b"}]")
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
@@ -62,6 +66,61 @@ def description(tool: Tool, signature: Signature, schema: Schema) -> str:
     if schema not in ("signature", "full"):
         raise SidecarError(f"schema is {schema!r}; give \"signature\" or \"full\"")
     return signature.text if schema == "signature" else tool_text(tool)
+
+
+class Closings:
+    """Of a vocabulary, the tokens that close an object together with the call around it, such as `"}}`.
+
+    The grammar is that of the object alone and refuses them. A model that would close the call there must not be led
+    to its second choice, which is mostly a comma and an argument that nobody has asked for.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]):
+        """`pieces` are the bytes of each token, by id."""
+        ids = {piece: token for token, piece in enumerate(pieces) if piece}
+        pairs = [(token, ids[inner]) for token, piece in enumerate(pieces)
+                 for outer in CALL_ENDS if piece.rstrip().endswith(b"}" + outer)
+                 and (inner := piece.rstrip().removesuffix(outer)) in ids]
+        self.tokens = np.array([token for token, _ in pairs], dtype=int)
+        self.inner = np.array([inner for _, inner in pairs], dtype=int)
+
+    def fold(self, logits: np.ndarray) -> None:
+        """Add the probability of each such token to that of the token which closes the object alone, in place."""
+        np.logaddexp.at(logits, self.inner, logits[self.tokens])
+
+
+@dataclass(frozen=True)
+class Enclosed:
+    """A grammar whose object stands within a call, with the model's `Closings`."""
+
+    grammar: Grammar
+    closings: Closings
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        return self.grammar.schema
+
+    @property
+    def relaxed(self) -> tuple[Relaxation, ...]:
+        return self.grammar.relaxed
+
+    def start(self, max_tokens: int | None = None) -> EnclosedWalk:
+        return EnclosedWalk(self.grammar.start(max_tokens), self.closings)
+
+
+class EnclosedWalk:
+    """As the grammar's own walk, but for `choose`."""
+
+    def __init__(self, walk: Walk, closings: Closings):
+        self._walk, self._closings = walk, closings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._walk, name)
+
+    def choose(self, logits: np.ndarray) -> int:
+        """The next token; changes `logits`."""
+        self._closings.fold(logits)
+        return self._walk.choose(logits)
 
 
 class Sidecar:
@@ -105,6 +164,10 @@ class Sidecar:
                                                       described_tokens=self.options.described_tokens)
             return self._signatures[tool]
 
+    def grammar(self, tool: Tool) -> Enclosed:
+        """The grammar of the tool's arguments within a call. Raises what compiling a schema raises."""
+        return Enclosed(self.grammars.compile(tool.input_schema), self._closings)
+
     def window(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages of `history` that the prompt holds. Raises WindowError."""
         options = self.options
@@ -144,7 +207,7 @@ class Sidecar:
         does not fit, WindowError, and what compiling the schema and decoding raise.
         """
         with self.lock:
-            grammar = self.grammars.compile(tool.input_schema)
+            grammar = self.grammar(tool)
             prompt = self.prompt(tool, query, history, schema)
             n_ctx = self.runtime.options.n_ctx
             if len(prompt) + self.options.max_tokens > n_ctx:
@@ -181,6 +244,10 @@ class Sidecar:
             runtime.seq_rm(seq)
             raise
         kept[seq] = head
+
+    @functools.cached_property
+    def _closings(self) -> Closings:
+        return Closings(pieces_of(self.model))
 
     @functools.cached_property
     def _head(self) -> tuple[np.ndarray, np.ndarray]:

@@ -22,8 +22,8 @@ from nexus.sidecar import Sidecar, lock_of
 from nexus.splice import Splicer
 from nexus.window import WindowError
 
-OPTIONS = Arguments(signature_tokens=48, described_tokens=24, window_tokens=120, recent_turns=1, surrogate_chars=80, max_tokens=20,
-                    max_string_chars=12, max_items=2)
+OPTIONS = Arguments(signature_tokens=48, described_tokens=24, window_tokens=120, recent_turns=1,
+                    surrogate_chars=80, max_tokens=20, max_string_chars=12, max_items=2)
 
 
 def tool(name, description, **properties):
