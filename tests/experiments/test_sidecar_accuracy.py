@@ -52,11 +52,13 @@ def synthetic():
         for i, (arm, right) in enumerate(arms.items()):
             samples.append(answered(arm, case, right, "pqz", from_history=["p", "q"], routed_right=case == "r1",
                                     n_prompt_tokens=100 * (3, 1, 5)[i]))
-    for i, case in enumerate(("c1", "c2", "c3")):
-        samples.append({"arm": "timed", "case": case, "repetition": 0, "side": "signature", "n_prompt_tokens": 50,
-                        "route_ms": 20.0, "first_token_ms": 80.0 + i})
-        samples.append({"arm": "timed", "case": case, "repetition": 0, "side": "full", "n_prompt_tokens": 160,
-                        "route_ms": 0.0, "first_token_ms": 202.0 + i})
+    for head, more in (("kept", 0.0), ("cold", 100.0)):
+        for i, case in enumerate(("c1", "c2", "c3")):
+            timed = {"arm": "timed", "head": head, "case": case, "repetition": 0}
+            samples.append(timed | {"side": "signature", "n_decoded": 50, "route_ms": 20.0,
+                                    "first_token_ms": 80.0 + more + i})
+            samples.append(timed | {"side": "full", "n_decoded": 160, "route_ms": 0.0,
+                                    "first_token_ms": 202.0 + more + i})
     return samples
 
 
@@ -104,6 +106,9 @@ def test_shares_are_counts_with_wilson_intervals(rows, metric, successes, n):
     # 203 ms over 81 ms, and over 101 ms with routing.
     ("first_argument_speedup", 203 / 101), ("first_argument_speedup_tool_given", 203 / 81),
     ("first_argument_signature_ms", 101), ("first_argument_full_schema_ms", 203), ("route_ms", 20), ("prefill_ms", 81),
+    # 100 ms more on both sides where nothing is kept.
+    ("first_argument_speedup_cold", 303 / 201), ("first_argument_speedup_tool_given_cold", 303 / 181),
+    ("first_argument_signature_cold_ms", 201), ("first_argument_full_schema_cold_ms", 303), ("prefill_cold_ms", 181),
     ("arguments_ms", 300), ("turn_ms", 410),
     ("coreference_prompt_tokens", 300), ("coreference_prompt_tokens_no_window", 100),
     ("coreference_prompt_tokens_full_history", 500),
@@ -238,8 +243,11 @@ def test_a_real_run_asks_every_case_in_every_arm(toy, tmp_path, monkeypatch):
     assert len(real) == len(set(real)) == 1 + 1 + 1 + 2 + 3
 
     timed = [s for s in samples if s["arm"] == "timed"]
-    assert [(s["repetition"], s["side"]) for s in timed] == [
-        (0, "signature"), (0, "full"), (1, "full"), (1, "signature")]
+    assert [(s["head"], s["repetition"], s["side"]) for s in timed] == [
+        ("kept", 0, "signature"), ("kept", 0, "full"), ("kept", 1, "full"), ("kept", 1, "signature"),
+        ("cold", 0, "signature"), ("cold", 0, "full")]
+    # Cold, the instructions are decoded, too.
+    assert all(s["n_decoded"] < cold["n_decoded"] for s in timed[:4] for cold in timed[4:] if s["side"] == cold["side"])
     assert all((s["route_ms"] > 0) == (s["side"] == "signature") and s["first_token_ms"] > 0 for s in timed)
     assert rows["first_argument_speedup"]["value"]["n"] == 2
 
