@@ -7,7 +7,8 @@ queries, with its threshold chosen on the training queries (which the tuned embe
 threshold is too strict).
 
 The accuracy of every system, gate included, on development and adversarial queries is what the default was chosen by,
-together with public queries (routing_generalisation.json); the evaluation queries take no part here. What INT8 codes lose of the tools' embeddings stands beside it.
+together with public queries (routing_generalisation.json); the evaluation queries take no part here. What INT8 codes
+lose of the tools' embeddings stands beside it.
 """
 from __future__ import annotations
 

@@ -128,11 +128,11 @@ def _share(of: Sequence[int]) -> str:
 
 def _measured(metric: str, value: dict[str, Any] | None) -> tuple[str, str]:
     """The value with its interval, and its unit, which the metric's name tells."""
-    for ending, scale, unit in (("_ms", 1, "ms"), ("speedup", 1, "times"), ("speedup_tool_given", 1, "times"),
-                                ("tokens_median", 1, "tokens"), ("tokens_p99", 1, "tokens")):
-        if metric.endswith(ending):
-            return cell(value, scale), unit
-    if "_prompt_tokens" in metric or metric.startswith("prompt_tokens"):
+    if metric.endswith("_ms"):
+        return cell(value), "ms"
+    if "speedup" in metric:
+        return cell(value), "times"
+    if "prompt_tokens" in metric or "_tokens_" in metric:
         return cell(value), "tokens"
     return cell(value, 100), "points" if "_minus_" in metric else "%"
 

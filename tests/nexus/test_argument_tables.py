@@ -46,7 +46,7 @@ def test_units_follow_the_metric():
     lines = {line["metric"]: line for line in table}
     assert lines["json valid rate"]["unit"] == "%" and lines["json valid rate"]["value"].startswith("100 [")
     assert lines["ir tokens median"]["unit"] == "tokens" and lines["ir tokens median"]["value"].startswith("30.0 [")
-    assert lines["first argument speedup"]["unit"] == "times"
+    assert lines["first argument speedup"]["unit"] == lines["first argument speedup tool given cold"]["unit"] == "times"
     assert lines["first argument signature ms"]["unit"] == "ms"
     minus = lines["specified argument signature minus full schema"]
     assert (minus["value"], minus["unit"], minus["p"]) == ("-4.00 [-10.0, 2.00]", "points", "0.250")
