@@ -6,11 +6,12 @@ from repair_artifacts import artifact as envelope
 from repair_artifacts import metric, top1
 
 # Values of the sidecar's metrics, in their own unit.
-SIDECAR = {"routing_accuracy": 0.8, "specified_argument_accuracy": 0.925, "end_to_end_argument_accuracy": 0.74,
-           "json_valid_rate": 1.0, "placeholder_leak_rate": 0.0, "ir_tokens_median": 30.0, "ir_tokens_p99": 60.0,
-           "first_argument_speedup": 2.5, "first_argument_speedup_tool_given_cold": 1.5,
-           "first_argument_signature_ms": 700.0, "first_argument_full_schema_ms": 1750.0, "main_context_token_saving": 0.7, "specified_argument_signature_minus_full_schema": -0.04,
-           "prompt_tokens_full": 420.0}
+SIDECAR = {
+    "routing_accuracy": 0.8, "specified_argument_accuracy": 0.925, "end_to_end_argument_accuracy": 0.74,
+    "json_valid_rate": 1.0, "placeholder_leak_rate": 0.0, "ir_tokens_median": 30.0, "ir_tokens_p99": 60.0,
+    "first_argument_speedup": 2.5, "first_argument_speedup_tool_given_cold": 1.5, "first_argument_signature_ms": 700.0,
+    "first_argument_full_schema_ms": 1750.0, "main_context_token_saving": 0.7,
+    "specified_argument_signature_minus_full_schema": -0.04, "prompt_tokens_full": 420.0}
 
 
 def sidecar(**values):
