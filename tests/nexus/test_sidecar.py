@@ -11,7 +11,16 @@ from nexus.constrain import Bounds, Grammars
 from nexus.prompt import TOOL_HEADING, system_tokens
 from nexus.registry import Tool, tool_text
 from nexus.runtime import ContextOptions, Runtime
-from nexus.sidecar import INSTRUCTION, Sidecar, SidecarError, description, instructions, lock_of
+from nexus.sidecar import (
+    INSTRUCTION,
+    Closings,
+    Enclosed,
+    Sidecar,
+    SidecarError,
+    description,
+    instructions,
+    lock_of,
+)
 from nexus.signature import Signature
 
 OPTIONS = Arguments(signature_tokens=48, described_tokens=24, window_tokens=120, recent_turns=1,
@@ -80,6 +89,37 @@ def test_sequences_that_cannot_be_used_are_refused(seqs, said):
     runtime = SimpleNamespace(scratch_seq=3, options=ContextOptions(kv_unified=False))
     with pytest.raises(SidecarError, match=said):
         Sidecar(runtime, None, **seqs, options=OPTIONS, system_prompt="")
+
+
+PIECES = [b"}", b"}}", b'"}', b'"}}\n', b"}}]", b'",', b"]}}", b"}x}", b""]
+
+
+def test_a_token_that_closes_the_call_too_counts_for_the_one_that_closes_the_object():
+    closings = Closings(PIECES)
+    # `]}}` has no `]}` to count for, and `}x}` closes nothing at its end.
+    assert list(zip(closings.tokens.tolist(), closings.inner.tolist())) == [(1, 0), (3, 2), (4, 0)]
+    shares = np.array([0.01, 0.30, 0.02, 0.25, 0.05, 0.29, 0.04, 0.03, 0.01], dtype=np.float32)
+    logits = np.log(shares)
+    closings.fold(logits)
+    assert np.exp(logits) == pytest.approx([0.36, 0.30, 0.27, 0.25, 0.05, 0.29, 0.04, 0.03, 0.01], rel=1e-5)
+    assert logits.dtype == np.float32
+
+
+def test_a_walk_within_a_call_prefers_to_end_where_the_model_would_end_the_call():
+    class Walk:
+        finished, n_rejected = False, 7
+
+        def choose(self, logits):
+            allowed = [0, 5]
+            return max(allowed, key=lambda token: logits[token])
+
+    grammar = SimpleNamespace(schema={"type": "object"}, relaxed=(), start=lambda max_tokens: Walk())
+    enclosed = Enclosed(grammar, Closings(PIECES))
+    logits = np.log(np.array([0.01, 0.50, 0.02, 0.02, 0.02, 0.40, 0.01, 0.01, 0.01], dtype=np.float32))
+    assert Walk().choose(logits) == 5
+    walk = enclosed.start(20)
+    assert walk.choose(logits) == 0
+    assert (walk.finished, walk.n_rejected, enclosed.schema) == (False, 7, {"type": "object"})
 
 
 @pytest.mark.integration
