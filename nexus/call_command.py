@@ -14,7 +14,7 @@ from nexus.config import ROOT, Config
 from nexus.constrain import Bounds, Grammars
 from nexus.model_tuple import context_options, open_model
 from nexus.registry import Tool, file_text, strict_json
-from nexus.route_command import configured_router, configured_tools
+from nexus.route_command import check_query, configured_router, configured_tools
 from nexus.runtime import Runtime
 from nexus.sidecar import Sidecar
 from nexus.tool_call import CallRefused, run_call, server_of
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, cfg: Config, model_spec: ModelSpec) -> int:
     CallRefused, ServerError, and what loading raises.
     """
     turn = turn_of(args, cfg, model_spec)
-    print(json.dumps(_as_json(turn), ensure_ascii=False, indent=1), flush=True)
+    print(_shown(json.dumps(_as_json(turn), ensure_ascii=False, indent=1)), flush=True)
     if turn.tool is None:
         return 1
     return _executed(turn, args.yes, cfg) if args.execute else 0
@@ -45,10 +45,11 @@ def run(args: argparse.Namespace, cfg: Config, model_spec: ModelSpec) -> int:
 
 def turn_of(args: argparse.Namespace, cfg: Config, model_spec: ModelSpec) -> Turn:
     """The agent's turn for the command's query, on a context of its own that is closed again."""
+    check_query(args.query)
     history = load_history(args.history) if args.history else []
     out = ROOT / cfg.results_folder / cfg.run_name
     tools = configured_tools(args.registry, cfg, out)
-    tool = named_tool(args.tool, tools) if args.tool else None
+    tool = named_tool(args.tool, tools) if args.tool is not None else None
     router = configured_router(cfg.routing.system, tools, cfg, out) if tool is None else None
     options = cfg.arguments
     with Runtime(open_model(model_spec), context_options(cfg.runtime)) as runtime:
@@ -69,21 +70,38 @@ def load_history(path: Path | str) -> list[dict[str, Any]]:
         numbered = [(number, _json(line, f"{path}, line {number}"))
                     for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
         kind = "line"
+
+    def where(i: int) -> str:
+        return f"{path}, {kind} {numbered[i][0]}"
+
     try:
-        return checked([item for _, item in numbered], lambda i: f"{path}, {kind} {numbered[i][0]}")
+        messages = checked([item for _, item in numbered], where)
     except ValueError as error:
         raise HistoryError(str(error)) from None
+    for i, message in enumerate(messages):
+        for field, value in message.items():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                # JSON can spell half of a surrogate pair; no tokenizer takes it.
+                raise HistoryError(f"{where(i)}: {field} holds the lone surrogate {value[error.start]!r}; "
+                                   "remove it") from None
+    return messages
 
 
 def named_tool(name: str, tools: Sequence[Tool]) -> Tool:
     """The tool called SERVER/NAME, or NAME where only one server has it. Raises CallRefused with what comes near."""
-    full = {f"{tool.server}/{tool.name}" if tool.server is not None else tool.name: tool for tool in tools}
-    if name in full:
-        return full[name]
-    bare = [label for label, tool in full.items() if tool.name == name]
-    if len(bare) == 1:
-        return full[bare[0]]
-    near = bare or difflib.get_close_matches(name, full, n=3)
+    if not name.strip():
+        raise CallRefused("--tool is blank; give SERVER/NAME, or leave it out to look for a tool")
+    labels = [f"{tool.server}/{tool.name}" if tool.server is not None else tool.name for tool in tools]
+    named = [tool for label, tool in zip(labels, tools) if label == name]
+    if len(named) > 1:
+        # A name may hold a slash of its own.
+        raise CallRefused(f"--tool {name}: {len(named)} tools of the registry are called so; rename one there")
+    bare = [label for label, tool in zip(labels, tools) if tool.name == name]
+    if named or len(bare) == 1:
+        return named[0] if named else tools[labels.index(bare[0])]
+    near = bare or difflib.get_close_matches(name, labels, n=3)
     raise CallRefused(f"--tool {name}: {'several servers have it' if bare else 'no such tool'}; "
                       + (f"there is {', '.join(near)}" if near else "see `nexus route` for names"))
 
@@ -100,16 +118,19 @@ def _executed(turn: Turn, yes: bool, cfg: Config) -> int:
 
 def _asked(question: str) -> bool:
     """Whether a person at the terminal says yes; False where there is none."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _shown(text: str) -> str:
-    """The text; for a terminal without control characters, which are other people's."""
-    if not sys.stdout.isatty():
-        return text
+    """The text; for a terminal without control characters, which are other people's.
+
+    Elsewhere only half a surrogate pair is replaced, by its escape, which JSON reads: no encoding takes it.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text.encode("utf-8", "backslashreplace").decode()
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

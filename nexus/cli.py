@@ -1,26 +1,55 @@
 """The `nexus` command. Each subcommand loads only what it needs."""
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nexus.pipeline import debugging, one_line
+# Commands that keep what they have done.
+RESUMED = ("repro", "compile", "stage")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 for success, 1 for an error, told in one line, 130 when stopped with Ctrl-C."""
     args = _parser().parse_args(arguments)
     try:
-        return args.call(args) or 0
+        # Only now, since it takes a second, and Ctrl-C may come at once.
+        from nexus.pipeline import debugging, one_line
+
+        try:
+            status = args.call(args) or 0
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return status
+        except Exception as error:
+            if debugging():
+                raise
+            for line in one_line(error).splitlines():
+                print(f"nexus: {_printable(line)}", file=sys.stderr)
+            _drop_output()
+            return 1
     except KeyboardInterrupt:
-        print("nexus: stopped; the same command goes on where it stopped", file=sys.stderr)
+        goes_on = "; the same command goes on where it stopped" if args.name_of_command in RESUMED else ""
+        print(f"nexus: stopped{goes_on}", file=sys.stderr)
         return 130
-    except Exception as error:
-        if debugging():
-            raise
-        print("\n".join(f"nexus: {line}" for line in one_line(error).splitlines()), file=sys.stderr)
-        return 1
+
+
+def _printable(line: str) -> str:
+    """The line as it may stand in a terminal: names and answers are other people's and may hold control characters."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+
+
+def _drop_output() -> None:
+    """Drop what standard output does not take, such as a pipe whose reader has left: at exit it would be tried again,
+    with a traceback."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, call, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(call=call)
+        added.set_defaults(call=call, name_of_command=name)
         return added
 
     repro = command("repro", _repro, "run the whole pipeline, or say that it was run here already")
@@ -83,10 +112,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return value
+    return int(text)
 
 
 def _repro(args: argparse.Namespace) -> None:
@@ -120,9 +148,12 @@ def _route(args: argparse.Namespace) -> int:
 
 def _call(args: argparse.Namespace) -> int:
     from nexus import call_command
-    from nexus.config import compose, validate
+    from nexus.config import ConfigError, compose, validate
     from nexus.reproduce import overrides_for
 
+    if args.model is not None and not (os.sep in args.model or MODEL_NAME.fullmatch(args.model)):
+        # Hydra would read anything else as a part of its grammar, and nothing at all as the default.
+        raise ConfigError(f"--model {args.model!r} is no name; give the path of a GGUF file or a name from conf/model")
     return call_command.run(args, validate(compose()), validate(compose(overrides_for(args.model, None))).model)
 
 

@@ -27,6 +27,7 @@ SHOWN = 60
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """0, after the answer is printed. Raises what loading raises: RegistryError, WeightsError, MissingArtifact."""
     begin = time.monotonic()
+    check_query(args.query)
     out = ROOT / cfg.results_folder / cfg.run_name
     system = args.system or cfg.routing.system
     if system not in SYSTEMS:
@@ -42,6 +43,16 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     route = router.route(args.query, args.top)
     print(_as_json(route, system) if args.json else _as_text(route, system, tau, tools, loading))
     return 0
+
+
+def check_query(query: str) -> None:
+    """Raises RouteError for a query that is blank or, as the command line gave it, is not UTF-8."""
+    if not query.strip():
+        raise RouteError("the query is blank; say what the tool shall do")
+    try:
+        query.encode()
+    except UnicodeEncodeError as error:
+        raise RouteError(f"the query is not UTF-8 at character {error.start + 1}; give it in UTF-8") from None
 
 
 def configured_router(system: str, tools: Sequence[Tool], cfg: Config, out: Path) -> Router:
@@ -72,7 +83,9 @@ def configured_tools(listing: Path | None, cfg: Config, out: Path) -> list[Tool]
     if listing:
         registry = load_registry(listing)
         for problem in registry.problems:
-            print(f"nexus: left out entry {problem.index} ({problem.name}): {problem.reason}", file=sys.stderr)
+            # As ASCII: the name is other people's and may hold what moves a terminal's cursor.
+            name = "no name" if problem.name is None else ascii(problem.name)[1:-1]
+            print(f"nexus: left out entry {problem.index} ({name}): {problem.reason}", file=sys.stderr)
         return registry.tools
     path = out / "registry.json"
     if cfg.registry.path is None and not path.is_file():

@@ -210,6 +210,9 @@ def test_a_history_is_a_list_or_lines(tmp_path):
     ('[{"role": "user", "content": "a"}, "b"]', "history, item 2: not an object"),
     ("[1", "history: not JSON"),
     ("", "history: the file is empty; give a JSON list"),
+    (r'[{"role": "user", "content": "a"}, {"role": "user", "content": "\ud800"}]',
+     "history, item 2: content holds the lone surrogate '\\ud800'; remove it"),
+    (r'{"role": "tool", "name": "\udfff", "content": "a"}', "history, line 1: name holds the lone surrogate '\\udfff'"),
 ])
 def test_a_broken_history_is_told_with_line_and_field(text, said, tmp_path, nexus, registry):
     path = tmp_path / "history"
@@ -238,8 +241,47 @@ def test_a_tool_is_named_with_its_server_or_alone_where_that_is_clear():
         named_tool("toy/read_gouge", TOOLS)
     with pytest.raises(CallRefused, match="see `nexus route`"):
         named_tool("zzz", TOOLS)
+    with pytest.raises(CallRefused, match="--tool is blank; give SERVER/NAME"):
+        named_tool(" ", TOOLS)
     alone = Tool(None, "a/b", "", {})
     assert named_tool("a/b", [alone]) is alone
+    with pytest.raises(CallRefused, match="--tool a/b: 2 tools of the registry are called so"):
+        named_tool("a/b", [alone, Tool("a", "b", "", {})])
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["  "], "the query is blank; say what the tool shall do"),
+    (["caf\udce9"], "the query is not UTF-8 at character 4; give it in UTF-8"),
+    (["Open it.", "--tool", ""], "--tool is blank; give SERVER/NAME, or leave it out to look for a tool"),
+    (["Open it.", "--model", ""], "--model '' is no name; give the path of a GGUF file or a name from conf/model"),
+    (["Open it.", "--model", "a=b,c"], "--model 'a=b,c' is no name; give the path of a GGUF file or a name from"),
+])
+def test_what_cannot_be_meant_is_refused_before_anything_is_loaded(arguments, said, nexus, registry, monkeypatch):
+    monkeypatch.setattr(call_command, "open_model", None)
+    if "--tool" not in arguments:
+        arguments = [*arguments, "--tool", "toy/open_gate"]
+    status, out, err = nexus(*arguments, "--registry", registry)
+    assert (status, out) == (1, "") and err.startswith(f"nexus: {said}") and err.count("\n") == 1
+
+
+def test_names_in_an_error_do_not_move_a_terminals_cursor(nexus, tmp_path):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps([ENTRIES[0] | {"name": "wipe\x1b[2J"}]))
+    status, _, err = nexus("Open it.", "--registry", path, "--tool", "toy/wipe")
+    assert status == 1 and "toy/wipe\N{REPLACEMENT CHARACTER}[2J" in err and "\x1b" not in err
+
+
+def test_half_a_surrogate_pair_is_printed_as_its_escape(nexus, answered):
+    answered(TOOLS[0], harbour="\ud800")
+    status, out, err = nexus("How high is the water?")
+    assert (status, err) == (0, "") and json.loads(out)["arguments"] == {"harbour": "\ud800"}
+
+
+def test_without_standard_input_a_tool_is_refused(nexus, answered, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    answered(TOOLS[1], width=3)
+    status, _, err = nexus("Open it.", "--execute")
+    assert status == 1 and "toy/open_gate was not run" in err and calls(tmp_path) == []
 
 
 # With a model

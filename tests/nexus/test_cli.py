@@ -1,6 +1,9 @@
 """The command line: what it accepts, and how it ends."""
 
+import os
+import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -37,6 +40,44 @@ def test_error_is_one_line_and_debugging_shows_more(tmp_path: Path, capsys, monk
     monkeypatch.setenv("NEXUS_DEBUG", "1")
     with pytest.raises(FileNotFoundError):
         cli.main(missing)
+
+
+@pytest.mark.parametrize("command, said", [
+    (["verify"], "nexus: stopped\n"),
+    (["stage", "figures"], "nexus: stopped; the same command goes on where it stopped\n")])
+def test_ctrl_c_is_one_line(command: list[str], said: str, capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, f"_{command[0]}", stopped)
+    assert cli.main(command) == 130
+    assert capsys.readouterr() == ("", said)
+
+
+def test_ctrl_c_while_modules_load_is_one_line():
+    program = textwrap.dedent("""
+        import builtins, signal, sys
+        from nexus.cli import main
+        before = builtins.__import__
+        def interrupted(name, *rest):
+            if name == "numpy":
+                signal.raise_signal(signal.SIGINT)
+            return before(name, *rest)
+        builtins.__import__ = interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(main(["params", "--check"]))
+        """)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "nexus: stopped\n")
+
+
+def test_an_output_that_takes_nothing_is_one_line():
+    program = "import sys; from nexus import cli; cli._verify = lambda args: print('x'); sys.exit(cli.main(['verify']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "nexus: BrokenPipeError: [Errno 32] Broken pipe\n")
 
 
 def test_doctor_and_compile_are_handed_over(monkeypatch, tmp_path: Path):

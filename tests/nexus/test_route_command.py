@@ -147,7 +147,7 @@ def test_where_no_tool_fits_it_says_so_and_still_shows_the_nearest(nexus, regist
 def test_entries_that_are_no_tools_are_told(nexus, registry):
     registry.write_text(json.dumps([*ENTRIES, {"name": 3}]))
     status, out, err = nexus(QUERY, "--registry", registry, "--system", "slb", "--json")
-    assert status == 0 and json.loads(out)["candidates"] and err.startswith("nexus: left out entry 6 (None): ")
+    assert status == 0 and json.loads(out)["candidates"] and err.startswith("nexus: left out entry 6 (no name): ")
 
 
 @pytest.mark.integration
@@ -182,11 +182,18 @@ def test_an_unknown_system_is_one_line(nexus, registry):
         f"nexus: --system hybird is unknown; use one of {', '.join(SYSTEMS)}\n")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("query", ["", " \n"])
-def test_a_blank_query_is_one_line(nexus, registry, query):
-    assert failing(nexus, query, "--registry", registry, "--system", "slb") == (
-        "nexus: the query is blank; say what the tool shall do\n")
+@pytest.mark.parametrize(("query", "said"), [
+    ("", "the query is blank; say what the tool shall do"), (" \n", "the query is blank; say what the tool shall do"),
+    ("caf\udce9", "the query is not UTF-8 at character 4; give it in UTF-8")])
+def test_a_query_that_says_nothing_is_one_line(nexus, registry, query, said):
+    assert failing(nexus, query, "--registry", registry, "--system", "slb") == f"nexus: {said}\n"
+
+
+def test_the_name_of_an_entry_that_is_left_out_does_not_move_a_terminals_cursor(nexus, tmp_path):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps([*ENTRIES, {"name": "wipe\x1b[2J\n"}]))
+    status, _, err = nexus(QUERY, "--registry", path, "--system", "bm25")
+    assert status == 0 and err.startswith(r"nexus: left out entry 6 (wipe\x1b[2J\n): ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -208,11 +215,12 @@ def test_a_gate_without_a_calibration_names_the_command(nexus, registry):
     assert "calibration.json is missing; make it with: .venv/bin/python -m experiments.calibration" in said
 
 
-@pytest.mark.parametrize("top", ["0", "-1", "x"])
-def test_how_many_is_a_number_from_one_on(nexus, top):
+@pytest.mark.parametrize("top", ["0", "-1", "x", "1.5", pytest.param("9" * 5000, id="huge")])
+def test_how_many_is_a_number_from_one_on(nexus, top, capsys):
     with pytest.raises(SystemExit) as end:
         nexus(QUERY, "--top", top)
     assert end.value.code == 2
+    assert f"argument --top: {top} is not a number from 1 on" in capsys.readouterr().err
 
 
 def test_control_characters_of_a_listing_do_not_reach_the_terminal():
