@@ -14,8 +14,9 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 for success, 1 for an error, told in one line, 130 when stopped with Ctrl-C."""
-    args = _parser().parse_args(arguments)
+    args = argparse.Namespace(command=None)
     try:
+        args = _parser().parse_args(arguments)
         # Only now, since it takes a second, and Ctrl-C may come at once.
         from nexus.pipeline import debugging, one_line
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _drop_output()
             return 1
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on where it stopped" if args.name_of_command in RESUMED else ""
+        goes_on = "; the same command goes on where it stopped" if args.command in RESUMED else ""
         print(f"nexus: stopped{goes_on}", file=sys.stderr)
         return 130
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, call, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(call=call, name_of_command=name)
+        added.set_defaults(call=call, command=name)
         return added
 
     repro = command("repro", _repro, "run the whole pipeline, or say that it was run here already")
