@@ -24,7 +24,7 @@ def table4_rest(sidecar: dict[str, Any], radix: dict[str, Any], claims: dict[str
     of = {row["metric"]: row["value"] for row in sidecar["rows"]}
     copies = [row for row in at(radix["rows"], part="copy")]
     ours = next(iter(at(radix["rows"], part="trace", arm=OURS)), {})
-    lines = [[f"L0 copy of {row['n_tokens']} tokens, p50, µs", number(cache["copy_us_p50"]), cell(row["copy_us"]),
+    lines = [[f"L0 copy {_length(row, 'of {} tokens', 'as in the traces')}, p50, µs", number(cache["copy_us_p50"]), cell(row["copy_us"]),
               counts(row["copy_us"])] for row in copies]
     lines.append([f"L0 warm-hit rate, {cache['slots']} slots, %", number(100 * cache["hit_rate"]),
                   cell(ours.get("hit_rate"), 100), counts(ours.get("hit_rate"))])
@@ -79,7 +79,7 @@ def serving(radix: dict[str, Any], allocator: dict[str, Any]) -> str:
     traces = [[f"`{row['arm']}`", cell(row["hit_rate"], 100), cell(row.get("token_reuse"), 100),
                cell(row.get("evictions")), cell(row.get("peak_cells")), counts(row["hit_rate"])]
               for row in at(rows, part="trace")]
-    copies = [[row["n_tokens"], *(cell(row.get(name)) for name in ("copy_us", "copy_p99_us", "lookup_us",
+    copies = [[_length(row, "{}", "as in the traces"), *(cell(row.get(name)) for name in ("copy_us", "copy_p99_us", "lookup_us",
                                                                   "lookup_p99_us")), counts(row["copy_us"])]
               for row in at(rows, part="copy")]
     answers = [[f"`{row['arm']}`", cell(row.get("ttft_ms")), cell(row.get("saved_ms")), cell(row.get("speedup_vs_none")),
@@ -93,7 +93,7 @@ def serving(radix: dict[str, Any], allocator: dict[str, Any]) -> str:
         f"Traces of simulated agents, {sizes['n_slots']} slots and {sizes['max_tokens']} cells; n counts traces. A "
         "request is a hit where more than the prefix that all agents of its kind share is resident.",
         markdown(["cache", "hits, %", "tokens reused, %", "evictions", "peak, cells", "n"], traces),
-        "## One copy", "Cells are shared, so that a copy's time hardly depends on its length.",
+        "## One copy", "Cells are shared and nothing is copied, but llama.cpp marks each one.",
         markdown(["tokens", "copy p50, µs", "p99", "lookup p50, µs", "p99", "n"], copies),
         "## To the first token", "A short trace that the model really answers, every cache every request.",
         markdown(["cache", "ms, median", "saved, ms, mean", "times as fast as none", "as llama.cpp", "tokens reused, %",
@@ -119,6 +119,11 @@ def _contention(rows: Sequence[Row]) -> str:
              for row in at(rows, kind="contention") if row["layout"] != "clock"]
     return markdown(["allocators", "threads", "layout", "more threads than CPUs", "million operations/s", "p50, ns",
                      "p99, ns", "rate over unpadded", "over malloc", "n"], lines)
+
+
+def _length(row: Row, some: str, many: str) -> str:
+    """`some` with the row's number of tokens, or `many` for the row of all lengths."""
+    return many if row["n_tokens"] is None else some.format(row["n_tokens"])
 
 
 def _share(of: Sequence[int]) -> str:

@@ -38,6 +38,7 @@ def test_published_stands_beside_measured():
     assert lines["L0 warm-hit rate, 32 slots, %"]["published"] == "69.5"
     assert lines["L0 warm-hit rate, 32 slots, %"]["measured"] == "80.0 [78.4, 81.6]", "ours, not the peer's"
     assert lines["L0 copy of 1024 tokens, p50, µs"]["published"] == "3.04"
+    assert lines["L0 copy as in the traces, p50, µs"]["measured"] == "2.00 [1.80, 2.20]"
     assert lines["tokens saved in the context, %"]["measured"].startswith("70.0 [")
 
 
