@@ -83,8 +83,7 @@ def configured_tools(listing: Path | None, cfg: Config, out: Path) -> list[Tool]
     if listing:
         registry = load_registry(listing)
         for problem in registry.problems:
-            # As ASCII: the name is other people's and may hold what moves a terminal's cursor.
-            name = "no name" if problem.name is None else ascii(problem.name)[1:-1]
+            name = "no name" if problem.name is None else _printable(problem.name)
             print(f"nexus: left out entry {problem.index} ({name}): {problem.reason}", file=sys.stderr)
         return registry.tools
     path = out / "registry.json"
@@ -146,7 +145,11 @@ def _as_text(route: Route, system: str, tau: float | None, tools: list[Tool], lo
 
 
 def _cell(text: str) -> Text:
-    """The text as it may stand in a terminal: a listing is other people's and may hold control characters."""
     from rich.text import Text
 
-    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))
+    return Text(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """The text as it may stand in a terminal: a listing is other people's and may hold control characters."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -193,7 +193,7 @@ def test_the_name_of_an_entry_that_is_left_out_does_not_move_a_terminals_cursor(
     path = tmp_path / "odd.json"
     path.write_text(json.dumps([*ENTRIES, {"name": "wipe\x1b[2J\n"}]))
     status, _, err = nexus(QUERY, "--registry", path, "--system", "bm25")
-    assert status == 0 and err.startswith(r"nexus: left out entry 6 (wipe\x1b[2J\n): ") and err.count("\n") == 1
+    assert status == 0 and err.startswith("nexus: left out entry 6 (wipe\ufffd[2J\ufffd): ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("content", "message"), [
