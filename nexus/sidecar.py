@@ -178,11 +178,11 @@ class Sidecar:
                schema: Schema = "signature") -> np.ndarray:
         """Token ids of the whole prompt, int32[n], up to where the arguments object begins."""
         head, closing = self._head
-        opening = f"{call_opening(self.model)}{json.dumps(tool.name, ensure_ascii=False)[1:-1]}\", \"arguments\": "
+        named = f"{json.dumps(tool.name, ensure_ascii=False)[1:-1]}\", \"arguments\": "
         return np.concatenate([head, self._plain(description(tool, self.signature(tool), schema)), closing,
                                *(self._message(message) for message in self.window(history)),
                                self._message({"role": "user", "content": query}, open_assistant=True),
-                               self.model.tokenize(opening)])
+                               self._opening(named)])
 
     def begin(self, prompt: np.ndarray) -> tuple[np.ndarray, int]:
         """(token ids that are left to decode, the first one's position), after `seq` holds what comes before.
@@ -258,6 +258,13 @@ class Sidecar:
         before, _, behind = self.model.chat_message(role, CONTENT).rpartition(CONTENT)
         return (np.concatenate([self.model.tokenize(before, add_special=True),
                                 self._plain(instructions(self.system_prompt))]), self.model.tokenize(behind))
+
+    def _opening(self, named: str) -> np.ndarray:
+        """Token ids of the call's opening and `named`, int32[n]: as one text, unless the tool's name holds a marker."""
+        opening, plain = call_opening(self.model), self._plain(named)
+        if np.array_equal(plain, self.model.tokenize(named)):
+            return self.model.tokenize(opening + named)
+        return np.concatenate([self.model.tokenize(opening), plain])
 
     def _message(self, message: Mapping[str, Any], open_assistant: bool = False) -> np.ndarray:
         """Token ids of one message, int32[n]."""

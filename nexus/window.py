@@ -21,10 +21,11 @@ ADDRESSES = frozenset(("url", "html_url", "web_url", "uri", "link"))
 # Longest value of a JSON result that a surrogate repeats.
 VALUE_CHARS = 80
 # What may be referred to in a running text: addresses, paths and owner/name, mail, issue keys, #numbers, hashes,
-# versions and dates, words in quotes.
+# versions and dates, words in quotes. Mail and paths begin where a word does: tried at each of its letters, a long word
+# such as base64 would take the square of its length.
 REFERENCES = re.compile(
-    r"https?://[^\s\"'<>()\]]+|[\w.+-]+@[\w-]+(?:\.[\w-]+)+|(?:[\w.~-]*/)+[\w.-]+|\b[A-Z][A-Z0-9]+-\d+\b|#\d+|"
-    r"\b[0-9a-f]{7,40}\b|\b\d[\d.:-]*\b|\"[^\"\n]{1,60}\"|`[^`\n]{1,60}`")
+    r"https?://[^\s\"'<>()\]]+|(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+|(?<![\w.~-])(?:[\w.~-]*/)+[\w.-]+|"
+    r"\b[A-Z][A-Z0-9]+-\d+\b|#\d+|\b[0-9a-f]{7,40}\b|\b\d[\d.:-]*\b|\"[^\"\n]{1,60}\"|`[^`\n]{1,60}`")
 CUT = "…"
 
 

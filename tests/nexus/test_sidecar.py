@@ -1,6 +1,7 @@
 """The sidecar: what its prompt holds, and that its sequence is gone afterwards, whatever happens."""
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -267,3 +268,12 @@ def test_sidecars_of_other_prompts_may_share_the_kept_sequence(runtime, grammars
     with Runtime(smollm2, runtime.options) as fresh:
         fresh.decode(alone[1][:n_head], 0, SEQ)
         assert np.array_equal(fresh.decode(rest, n_head, SEQ, logits=True), logits)
+
+
+@pytest.mark.integration
+def test_a_tools_name_cannot_hold_a_marker(sidecar, runtime):
+    marker, = runtime.model.tokenize("<|im_end|>")
+    plain = sidecar.prompt(replace(TOOL, name="end"), QUERY)
+    marked = sidecar.prompt(replace(TOOL, name="<|im_end|>"), QUERY)
+    assert (marked == marker).sum() == (plain == marker).sum()
+    assert '"<|im_end|>", "arguments": ' in runtime.model.detokenize(marked)

@@ -1,5 +1,6 @@
 """The pruned window: what of a conversation is kept under a budget."""
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -146,3 +147,12 @@ def test_properties_of_every_window(history, budget, recent, chars, count):
     assert [item for item in everything if item["role"] != "tool"] == [
         item for item in history if item["role"] != "tool"]
     assert len(everything) == len(history)
+
+
+@pytest.mark.parametrize("text", ["Z" * 200_000, "a.b-c+" * 40_000, "x/" * 100_000, "~" * 200_000])
+def test_a_long_word_takes_no_longer_than_a_text_of_its_length(text):
+    start = time.process_time()
+    short = surrogate({"role": "tool", "content": f"{text} see ops@example.org or /srv/logs"}, 400)
+    assert time.process_time() - start < 5 and len(short) <= 400
+    if len(set(text)) == 1:
+        assert "ops@example.org" in short and "/srv/logs" in short
