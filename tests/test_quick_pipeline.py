@@ -23,11 +23,11 @@ def test_quick_pipeline_measures_draws_and_then_has_nothing_to_do(tmp_path: Path
     assert first.returncode == 0, first.stdout + first.stderr
 
     results = copy.path / cfg.results_folder / cfg.run_name
-    written = {name: artifact.read(results / f"{name}.json") for name in artifact.experiments()}
+    written = {name: artifact.read(artifact.path_of(name, results)) for name in artifact.experiments()}
     rows = {name: content["rows"] for name, content in written.items()}
     for name, content in written.items():
         assert content["config_sha256"] == cfg.sha256(name)
-        assert artifact.read_samples(results / f"{name}.json")
+        assert artifact.read_samples(artifact.path_of(name, results))
 
     identity = [row for row in rows["dkl_sweep"] if row["offset"] == 0 and row["arm"] == "bare"]
     assert len(identity) == 2 and all(row["dkl_nats"]["value"] == 0 for row in identity)
@@ -64,10 +64,20 @@ def test_quick_pipeline_measures_draws_and_then_has_nothing_to_do(tmp_path: Path
     assert all((row["status"] == "overflow") == (row["accuracy"] is None) for row in chosen.values())
     assert chosen["concat_all", 50]["status"] == "overflow", "fifty schemas do not fit 4096 tokens"
     assert chosen["slb", 10]["prompt_tokens"]["value"] == 0 < chosen["rag_mcp", 10]["prompt_tokens"]["value"]
-    assert {row["set"] for row in rows["routing_generalisation"]} == {"bfcl", "bfcl-live"}
+    assert {row["set"] for row in rows["routing_generalisation"]} == {
+        "bfcl", "bfcl-live", "bfcl-selection", "bfcl-live-selection"}
     assert all(row["n_tools"] > 1000 for row in rows["routing_generalisation"])
     gates = [row for row in rows["calibration"] if row["kind"] == "gate" and row["set"] == "adversarial"]
     assert gates and all(0.19 < row["fire_rate"]["value"] < 0.3 for row in gates)
+
+    told = {row["metric"]: row["value"]["value"] for row in rows["sidecar_accuracy"]}
+    assert told["json_valid_rate_oracle_routing"] == 1 and 0 < told["ir_tokens_median"] < told["schema_tokens_median"]
+    constraints = {row["impl"]: row for row in rows["constrain_cost"]}
+    assert constraints["nexus"]["n_compiled"] == len(listing) and constraints["nexus"]["n_failed"] == 0
+    assert constraints["nexus-full-mask"]["agrees"]["value"] == 1
+    hits = {row["arm"]: row["hit_rate"]["value"] for row in rows["l0_radix"] if row["part"] == "trace"}
+    assert hits["llama.cpp"] <= hits["nexus"] <= hits["unlimited"]
+    assert all(row["operations_per_s"]["value"] > 0 for row in rows["block_allocator"] if row["kind"] == "contention")
 
     outs = [copy.path / out for stage in stages(cfg) for out in stage.outs]
     assert all(path.is_file() for path in outs)
