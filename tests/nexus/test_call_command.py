@@ -3,9 +3,9 @@ import json
 import os
 import pty
 import sys
-import textwrap
 
 import pytest
+import toy_mcp
 
 from nexus import call_command, cli, config
 from nexus.agent import Turn
@@ -27,32 +27,26 @@ ENTRIES = [{"server": "toy", "name": "read_gauge", "description": "Read the wate
 TOOLS = [Tool(entry["server"], entry["name"], entry["description"], entry["inputSchema"]) for entry in ENTRIES]
 
 # Reading is read-only, opening is not; whatever is called is written down.
-TOY = """
-import json, sys
-tools = [{"name": "read_gauge", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "open_gate", "inputSchema": {}}]
-for line in sys.stdin:
-    message = json.loads(line)
-    if "id" not in message:
-        continue
-    if message["method"] == "initialize":
-        result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}},
-                  "serverInfo": {"name": "toy", "version": "1"}}
-    elif message["method"] == "tools/list":
-        result = {"tools": tools}
-    else:
-        open(sys.argv[1], "a").write(json.dumps(message["params"]["arguments"]) + "\\n")
-        failed = message["params"]["arguments"].get("width") == 9
-        result = {"content": [{"type": "text", "text": "stuck" if failed else "2.4 m\\u001b[2J"}], "isError": failed}
-    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
-"""
+TOY = toy_mcp.server("""
+    tools = [{"name": "read_gauge", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "open_gate", "inputSchema": {}}]
+
+    def answer(method, params):
+        if method == "tools/list":
+            return {"tools": tools}
+        open(sys.argv[1], "a").write(json.dumps(params["arguments"]) + "\\n")
+        failed = params["arguments"].get("width") == 9
+        return {"content": [{"type": "text", "text": "stuck" if failed else "2.4 m\\u001b[2J"}], "isError": failed}
+
+    serve(answer)
+""")
 
 
 @pytest.fixture
 def nexus(capsys, monkeypatch, tmp_path):
     """A function that runs `nexus call`; (status, output, errors). The registry has one server, the toy."""
     script = tmp_path / "toy.py"
-    script.write_text(textwrap.dedent(TOY), encoding="utf-8")
+    script.write_text(TOY, encoding="utf-8")
     compose = config.compose
 
     def composed(overrides=()):

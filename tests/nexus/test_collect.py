@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import toy_mcp
 import yaml
 
 from nexus.collect import collect
@@ -55,21 +56,11 @@ else:
 """
 
 # Answers the handshake and then, page by page, exactly what the file of its argument holds.
-BY_HAND = """
-import json, os, sys
-pages = json.load(open(sys.argv[1]))
-print("toy: welcome", flush=True)
-for line in sys.stdin:
-    message = json.loads(line)
-    if "id" not in message:
-        continue
-    if message["method"] == "initialize":
-        result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}},
-                  "serverInfo": {"name": "toy", "version": "1"}}
-    else:
-        result = pages[int((message.get("params") or {}).get("cursor", 0))]
-    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
-"""
+BY_HAND = toy_mcp.server("""
+    pages = json.load(open(sys.argv[1]))
+    print("toy: welcome", flush=True)
+    serve(lambda method, params: pages[int(params.get("cursor", 0))])
+""")
 
 
 def entry(name="open_gate", description="Open a gate.", schema=None, **extra):

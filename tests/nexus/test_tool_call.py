@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import toy_mcp
 
 from nexus.config import compose, validate
 from nexus.mcp_server import MARK, ServerError
@@ -20,53 +21,47 @@ from nexus.tool_call import CallRefused, run_call, server_of
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"from": "Porto", "深": [1, 2.5, None], "deep": {"$and": [{"x": True}]}}
 
-TOY = """
-import json, os, sys, time
-tools = [{"name": "read", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "write", "inputSchema": {}, "annotations": {"readOnlyHint": False, "destructiveHint": False}},
-         {"name": "unsaid", "inputSchema": {}}, {"name": "odd", "inputSchema": {}, "annotations": ["readOnlyHint"]},
-         {"name": "yes", "inputSchema": {}, "annotations": {"readOnlyHint": "true"}},
-         {"name": "fails", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "mixed", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "structured", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "hangs", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
-         {"name": "dies", "inputSchema": {}, "annotations": {"readOnlyHint": True}}]
-for line in sys.stdin:
-    message = json.loads(line)
-    if "id" not in message:
-        continue
-    reply = {"jsonrpc": "2.0", "id": message["id"]}
-    if message["method"] == "initialize":
-        reply["result"] = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}},
-                           "serverInfo": {"name": "toy", "version": "1"}}
-    elif message["method"] == "tools/list":
-        reply["result"] = {"tools": tools}
-    else:
-        open(sys.argv[1], "a").write(json.dumps(message["params"]) + "\\n")
-        name = message["params"]["name"]
+TOY = toy_mcp.server("""
+    import time
+
+    tools = [{"name": "read", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "write", "inputSchema": {}, "annotations": {"readOnlyHint": False, "destructiveHint": False}},
+             {"name": "unsaid", "inputSchema": {}}, {"name": "odd", "inputSchema": {}, "annotations": ["readOnlyHint"]},
+             {"name": "yes", "inputSchema": {}, "annotations": {"readOnlyHint": "true"}},
+             {"name": "fails", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "mixed", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "structured", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "hangs", "inputSchema": {}, "annotations": {"readOnlyHint": True}},
+             {"name": "dies", "inputSchema": {}, "annotations": {"readOnlyHint": True}}]
+
+    def answer(method, params):
+        if method == "tools/list":
+            return {"tools": tools}
+        open(sys.argv[1], "a").write(json.dumps(params) + "\\n")
+        name = params["name"]
         if name == "hangs":
             time.sleep(600)
         if name == "dies":
             sys.stderr.write("out of paper\\n")
             sys.exit(3)
         if name == "mixed":
-            content = [{"type": "text", "text": "One."}, {"type": "image", "mimeType": "image/png", "data": "AA=="},
-                       {"type": "resource", "resource": {"uri": "file:///a", "text": "Two."}},
-                       {"type": "resource", "resource": {"uri": "file:///b", "blob": "AA=="}},
-                       {"type": "resource_link", "uri": "file:///c", "name": "c"}]
-            reply["result"] = {"content": content}
-        elif name == "structured":
-            reply["result"] = {"content": [], "structuredContent": {"n": 1}}
-        else:
-            reply["result"] = {"content": [{"type": "text", "text": "done " + name}], "isError": name == "fails"}
-    print(json.dumps(reply), flush=True)
-"""
+            return {"content": [
+                {"type": "text", "text": "One."}, {"type": "image", "mimeType": "image/png", "data": "AA=="},
+                {"type": "resource", "resource": {"uri": "file:///a", "text": "Two."}},
+                {"type": "resource", "resource": {"uri": "file:///b", "blob": "AA=="}},
+                {"type": "resource_link", "uri": "file:///c", "name": "c"}]}
+        if name == "structured":
+            return {"content": [], "structuredContent": {"n": 1}}
+        return {"content": [{"type": "text", "text": "done " + name}], "isError": name == "fails"}
+
+    serve(answer)
+""")
 
 
 @pytest.fixture
 def toy(tmp_path):
     path = tmp_path / "toy.py"
-    path.write_text(textwrap.dedent(TOY), encoding="utf-8")
+    path.write_text(TOY, encoding="utf-8")
     return ServerSpec(name="toy", command=[sys.executable, str(path), str(tmp_path / "calls")], timeout_seconds=20)
 
 
