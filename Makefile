@@ -49,7 +49,7 @@ peers: install
 # Compilers write `cpycppyy`, but its headers then land in a folder of that spelling, where cppyy does not look for them.
 lock:
 	uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --universal \
-		--python-version 3.11 --extra build --extra peers --extra test pyproject.toml -o requirements.txt
+		--python-version 3.11 --extra build --extra cluster --extra peers --extra test pyproject.toml -o requirements.txt
 	sed -i.bak 's/^cpycppyy==/CPyCppyy==/' requirements.txt && rm requirements.txt.bak
 	$(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 		print(*project['optional-dependencies']['train'], sep='\n')" | \
