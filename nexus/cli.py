@@ -95,6 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     call.add_argument("--execute", action="store_true", help="run the call on the MCP server that owns the tool")
     call.add_argument("--yes", action="store_true", help="do not ask before a tool that is not annotated read-only")
 
+    advise = command("advise", _advise, "say from measured artifacts how to offer tools: as a cached prefix, spliced, "
+                                        "or by routing")
+    _add_choices(advise)
+    advise.add_argument("--registry", type=Path, metavar="FILE", help="JSON file of the tools")
+    advise.add_argument("--tools", type=_positive, metavar="T",
+                        help="how many tools the agent has (as many as the registry)")
+    advise.add_argument("--depth", type=_count, required=True, metavar="N", help="tokens of conversation in the context")
+    advise.add_argument("--reading", choices=("automaton", "free"), default="automaton",
+                        help="how a tool is named in context: under the automaton of names (default), or freely")
+    advise.add_argument("--all", action="store_true", help="show every option that was measured")
+    advise.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")
 
     params = command("params", _params, "write params.yaml, the composition of conf/'s defaults")
@@ -116,6 +128,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
     return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _repro(args: argparse.Namespace) -> None:
@@ -149,13 +165,29 @@ def _route(args: argparse.Namespace) -> int:
 
 def _call(args: argparse.Namespace) -> int:
     from nexus import call_command
-    from nexus.config import ConfigError, compose, validate
+    from nexus.config import compose, validate
     from nexus.reproduce import overrides_for
 
-    if args.model is not None and not (os.sep in args.model or MODEL_NAME.fullmatch(args.model)):
-        # Hydra would read anything else as a part of its grammar, and nothing at all as the default.
-        raise ConfigError(f"--model {args.model!r} is no name; give the path of a GGUF file or a name from conf/model")
-    return call_command.run(args, validate(compose()), validate(compose(overrides_for(args.model, None))).model)
+    model = validate(compose(overrides_for(_model_name(args.model), None))).model
+    return call_command.run(args, validate(compose()), model)
+
+
+def _model_name(name: str | None) -> str | None:
+    """The name or path that --model gives. Raises ConfigError for what is neither: Hydra would read it as a part of its
+    grammar, and nothing at all as the default."""
+    from nexus.config import ConfigError
+
+    if name is not None and not (os.sep in name or MODEL_NAME.fullmatch(name)):
+        raise ConfigError(f"--model {name!r} is no name; give the path of a GGUF file or a name from conf/model")
+    return name
+
+
+def _advise(args: argparse.Namespace) -> int:
+    from nexus import advise_command
+    from nexus.config import compose, validate
+    from nexus.reproduce import overrides_for
+
+    return advise_command.run(args, validate(compose(overrides_for(_model_name(args.model), args.profile))))
 
 
 def _doctor(args: argparse.Namespace) -> int:
