@@ -1,9 +1,9 @@
-"""All tables of a run, in Markdown, written from its artifacts. Loads no model."""
+"""All tables of a run, in Markdown and LaTeX, written from its artifacts. Loads no model."""
 from __future__ import annotations
 
 from pathlib import Path
 
-from nexus import argument_tables, routing_tables, tables
+from nexus import argument_tables, document, latex, routing_tables, tables
 from nexus.canonical import write_atomically
 from nexus.config import Config
 from nexus.pipeline import experiment_main
@@ -35,6 +35,7 @@ def run(cfg: Config, out: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_atomically(folder / f"{name}.md", text)
+        write_atomically(folder / f"{name}.tex", latex.latex(document.blocks(text)))
     return folder
 
 
