@@ -7,12 +7,14 @@ VENV_PYTHON := .venv/bin/python
 # DVC stages and pytest find this environment's programs, activated or not.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export DVC_NO_ANALYTICS := 1
-CHOICES = $(if $(MODEL),--model '$(MODEL)') $(if $(PROFILE),--profile '$(PROFILE)')
+CHOICES = $(if $(MODEL),--model '$(MODEL)') $(if $(PROFILE),--profile '$(PROFILE)') \
+	$(if $(REGISTRY),--registry '$(REGISTRY)') $(if $(QUERIES),--queries '$(QUERIES)')
 
 .PHONY: help repro test verify doctor install params peers lock clean
 
 help:
-	@echo "make repro    measure and draw everything: [MODEL=name or GGUF path] [PROFILE=quick] [FORCE=1]"
+	@echo "make repro    measure and draw everything in half an hour: [PROFILE=quick|laptop|full] [FORCE=1]"
+	@echo "              your own case: [MODEL=name or GGUF path] [REGISTRY=tools.json QUERIES=queries.jsonl]"
 	@echo "make test     run all tests: [ARGS='-k name']"
 	@echo "make verify   say whether results match dvc.lock, without running anything"
 	@echo "make doctor   check this machine and installation"
@@ -61,6 +63,7 @@ lock:
 		--universal --python-version 3.11 - -o requirements-peers.txt
 
 clean:
-	rm -rf .nexus/cells .nexus/blocks .nexus/done .nexus/stamp .nexus/sweeps .nexus/hydra results/*.quick results/multirun
+	rm -rf .nexus/cells .nexus/blocks .nexus/done .nexus/stamp .nexus/times .nexus/sweeps .nexus/hydra
+	rm -rf results/*.quick results/*.laptop results/own-* results/multirun
 	rm -rf .pytest_cache .hypothesis
 	find conf nexus experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

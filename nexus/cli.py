@@ -64,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
 
     repro = command("repro", _repro, "run the whole pipeline, or say that it was run here already")
     _add_choices(repro)
+    repro.add_argument("--registry", type=Path, metavar="FILE",
+                       help="JSON file of your own tools, such as an MCP tools/list result; needs --queries")
+    repro.add_argument("--queries", type=Path, metavar="FILE",
+                       help='your own queries, {"query", "tool"} per line; "tool": null where none fits')
     repro.add_argument("--force", action="store_true", help="measure again what was measured here before")
 
     command("verify", _verify, "say whether results match dvc.lock, without running anything")
@@ -116,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     stage.add_argument("name", help="a module in experiments/")
     stage.add_argument("--params", type=Path, default=Path("params.yaml"))
     stage.add_argument("--run", help="refuse unless the configuration is this run's")
+    stage.add_argument("--skipped", type=Path, metavar="FILE",
+                       help="where the model or the texts cannot do it, write the reason there and succeed")
     return parser
 
 
@@ -137,7 +143,7 @@ def _count(text: str) -> int:
 def _repro(args: argparse.Namespace) -> None:
     from nexus.reproduce import reproduce
 
-    reproduce(args.model, args.profile, args.force)
+    reproduce(_model_name(args.model), args.profile, args.force, args.registry, args.queries)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -153,7 +159,7 @@ def _compile(args: argparse.Namespace) -> int:
     from nexus.config import compose, validate
     from nexus.reproduce import overrides_for
 
-    return compile_blocks.run(args, validate(compose(overrides_for(args.model, args.profile))))
+    return compile_blocks.run(args, validate(compose(overrides_for(_model_name(args.model), args.profile))))
 
 
 def _route(args: argparse.Namespace) -> int:
@@ -210,6 +216,17 @@ def _params(args: argparse.Namespace) -> int:
 
 
 def _stage(args: argparse.Namespace) -> None:
+    from nexus import stage_times
     from nexus.pipeline import stage
 
-    stage(args.name, args.params, args.run)
+    try:
+        with stage_times.timed(args.run, args.name):
+            stage(args.name, args.params, args.run)
+    except Exception as error:
+        from nexus.canonical import write_atomically
+        from nexus.own_tuple import is_refusal
+
+        if args.skipped is None or not is_refusal(error):
+            raise
+        # What is missing there was skipped, so that the command which would make it is no remedy.
+        write_atomically(args.skipped, str(error).partition("; make it with")[0])

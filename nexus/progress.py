@@ -11,6 +11,19 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 PLAIN_SECONDS = 10.0
+# What comes behind all that this process does, in seconds: a run has several stages, each a process of its own.
+_behind = 0.0
+
+
+@contextmanager
+def followed_by(seconds: float) -> Iterator[None]:
+    """Every estimate within the block also tells the time left when as many seconds of other work follow."""
+    global _behind
+    before, _behind = _behind, seconds
+    try:
+        yield
+    finally:
+        _behind = before
 
 
 def duration(seconds: float) -> str:
@@ -55,12 +68,19 @@ class Meter:
     def percent(self) -> float:
         return 100.0 * self.done / self.total if self.total else 100.0
 
+    @property
+    def left(self) -> str:
+        """What is left in words, '' before anything was done."""
+        seconds = self.seconds_left
+        if seconds is None:
+            return ""
+        whole = f", {duration(seconds + _behind)} of the whole run" if _behind else ""
+        return f"about {duration(seconds)} left{whole}"
+
     def text(self) -> str:
         amount = f", {decimal(int(self.done))} of {decimal(int(self.total))}" if self.unit == "bytes" else ""
-        left = self.seconds_left
-        if left is None or self.done >= self.total:
-            return f"{self.percent:.0f} %{amount}, {duration(self.elapsed)}"
-        return f"{self.percent:.0f} %{amount}, {duration(self.elapsed)}, about {duration(left)} left"
+        left = "" if self.done >= self.total else self.left
+        return f"{self.percent:.0f} %{amount}, {duration(self.elapsed)}" + (f", {left}" if left else "")
 
 
 class _Lines(Meter):
@@ -90,9 +110,7 @@ class _Bar(Meter):
         self._bar.console.print(f"{self.description}: {text}", markup=False, highlight=False)
 
     def show(self, last: bool = False) -> None:
-        left = self.seconds_left
-        detail = "" if left is None or last else f"about {duration(left)} left"
-        self._bar.update(self._task, completed=self.done, detail=detail)
+        self._bar.update(self._task, completed=self.done, detail="" if last else self.left)
 
 
 @contextmanager

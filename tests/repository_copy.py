@@ -132,9 +132,9 @@ def pristine(tmp_path_factory) -> Copy:
 
 @pytest.fixture(scope="session")
 def measured_once(pristine: Copy, tmp_path_factory) -> Copy:
-    """After `nexus repro` of the defaults; never changed: tests copy it."""
+    """After `nexus repro` of the defaults, which is the profile full; never changed: tests copy it."""
     measured = pristine.duplicate(tmp_path_factory.mktemp("measured") / "repository")
-    done = measured.python("nexus", "repro")
+    done = measured.python("nexus", "repro", "--profile", "full")
     assert done.returncode == 0, done.stderr
     measured.output = done.stdout
     return measured

@@ -141,7 +141,7 @@ def test_first_run_is_real_and_the_second_does_nothing(measured: Copy):
     assert all(order.index(first) < order.index(then) for first, then in edges(cfg))
     assert "0.5000" in measured.output and f"results/{QWEN}/figures/figure1.svg" in measured.output
     start = time.monotonic()
-    second = measured.python("nexus", "repro")
+    second = measured.python("nexus", "repro", "--profile", "full")
     assert "nothing to do" in second.stdout and measured.calls() == []
     assert time.monotonic() - start < 5
 
@@ -149,7 +149,7 @@ def test_first_run_is_real_and_the_second_does_nothing(measured: Copy):
 def test_changed_result_is_made_again(measured: Copy):
     measured.calls()
     (measured.path / f"results/{QWEN}/splice_cost.json").write_text("{}")
-    assert measured.python("nexus", "repro").returncode == 0
+    assert measured.python("nexus", "repro", "--profile", "full").returncode == 0
     assert names(measured.calls()) == ["splice_cost"]
 
 
@@ -163,7 +163,7 @@ def test_first_run_in_a_clean_clone_is_real_although_dvc_has_nothing_to_do(measu
     assert {path for _, path in re.findall(r"^\t\t([\w ]+):\s+(\S+)$", status, re.M)} == {
         f"results/{QWEN}/registry.json"}, status
     assert clone.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
-    assert clone.python("nexus", "repro").returncode == 0
+    assert clone.python("nexus", "repro", "--profile", "full").returncode == 0
     assert sorted(names(clone.calls())) == sorted(EXPERIMENTS)
 
 
@@ -181,29 +181,33 @@ def test_other_profile_leaves_no_trace_in_git(measured: Copy):
 
 def test_switching_models_and_back_skips(measured: Copy):
     measured.calls()
-    assert measured.python("nexus", "repro", "--model", SMOL).returncode == 0
+    assert measured.python("nexus", "repro", "--model", SMOL, "--profile", "full").returncode == 0
     assert [line.split()[1] for line in measured.calls()] == [SMOL] * len(EXPERIMENTS)
     assert measured.python("dvc", "repro").returncode == 0
     assert measured.calls() == []
-    assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL).stdout
+    assert "nothing to do" in measured.python("nexus", "repro", "--model", SMOL, "--profile", "full").stdout
     assert measured.python("nexus", "verify").stdout == "Results match dvc.lock.\n"
 
 
 def test_own_file_is_measured_again_when_its_bytes_change(copy: Copy, tmp_path: Path):
     gguf = tmp_path / "My Model.gguf"
     gguf.touch()
-    done = copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick")
+    command = "nexus", "repro", "--model", str(gguf), "--profile", "quick"
+    done = copy.python(*command)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in copy.calls()] == ["local-My-Model.quick"] * len(EXPERIMENTS)
+    (run,) = {line.split()[1] for line in copy.calls()}
+    assert re.fullmatch(r"own-My-Model-[0-9a-f]{8}\.quick", run)
+    assert copy.git("status", "--porcelain") == ""
+    assert "nothing to do" in copy.python(*command).stdout and copy.calls() == []
     weights = copy.path / "nexus" / "weights.py"
     weights.write_text(weights.read_text().replace("'ab' * 32", "'cd' * 32"))
-    assert "nothing to do" not in copy.python("nexus", "repro", "--model", str(gguf), "--profile", "quick").stdout
-    assert sorted(names(copy.calls())) == sorted(EXPERIMENTS)
+    assert "nothing to do" not in copy.python(*command).stdout
+    assert {"slb_latency", "calibration", "figures", "tables"} <= set(names(copy.calls()))
 
 
 def test_killed_run_goes_on(copy: Copy):
     (copy.path / "wait").touch()
-    run = copy.start("nexus", "repro", "--model", SMOL)
+    run = copy.start("nexus", "repro", "--model", SMOL, "--profile", "full")
     try:
         deadline, log = time.monotonic() + 200, copy.path / "calls.log"
         while not log.exists() or "splice_cost" not in names(log.read_text().splitlines()):
@@ -212,13 +216,13 @@ def test_killed_run_goes_on(copy: Copy):
         run.kill()
         run.wait()
         # The stage is left over: nobody may write the same results while it lives.
-        refused = copy.python("nexus", "repro", "--model", SMOL)
+        refused = copy.python("nexus", "repro", "--model", SMOL, "--profile", "full")
         assert refused.returncode == 1 and "is already writing these results" in refused.stderr
     finally:
         os.killpg(run.pid, signal.SIGKILL)
     (copy.path / "wait").unlink()
     copy.calls()
-    assert copy.python("nexus", "repro", "--model", SMOL).returncode == 0
+    assert copy.python("nexus", "repro", "--model", SMOL, "--profile", "full").returncode == 0
     assert (copy.path / "params.yaml").read_text() == params_text()
     assert copy.python("nexus", "verify").stdout.splitlines() == [
         f"{name}@{QWEN}: not in dvc.lock; it was never run" for name in EXPERIMENTS
@@ -227,7 +231,7 @@ def test_killed_run_goes_on(copy: Copy):
 
 def test_failed_stage_is_an_error_and_leaves_default_params(copy: Copy):
     (copy.path / "experiments" / "splice_cost.py").write_text("def run(cfg, out):\n    raise OSError('disk is full')\n")
-    failed = copy.python("nexus", "repro", "--model", SMOL)
+    failed = copy.python("nexus", "repro", "--model", SMOL, "--profile", "full")
     assert failed.returncode == 1
     assert "disk is full" in failed.stderr and "Traceback" not in failed.stderr
     assert (copy.path / "params.yaml").read_text() == params_text()
