@@ -222,7 +222,7 @@ def _option(series: Series, every: Sequence[Series], n_tools: int, depth: int, t
     remarks = []
     needed = tokens.total(n_tools) + depth
     refusal = next((f"{p.n_tools} tools: {p.refusal}" for p in points if p.refusal), None)
-    if series.reads_all and series.n_ctx_train is not None and needed > series.n_ctx_train:
+    if refusal is None and series.reads_all and series.n_ctx_train is not None and needed > series.n_ctx_train:
         refusal = f"tools and conversation have {needed} tokens; the model's context has {series.n_ctx_train}"
     if refusal:
         basis = REFUSED

@@ -78,13 +78,13 @@ def counted(spec: ModelSpec, tools: list[Tool], found: Mapping[str, Measured]) -
 
         model = open_model(spec)
         return Tokens(tuple(len(block_tokens(model, tool)) for tool in tools),
-                      f"{len(tools)} tools of the registry, counted by the model's tokenizer")
+                      f"{_tools_told(len(tools))} of the registry, counted by the model's tokenizer")
     lengths = block_lengths(found)
     if not lengths:
         raise AdviceError("no artifact tells how long a tool is; give --registry, with the model's weights on this "
                           "machine")
     reason = "the model's weights are not on this machine" if tools else "no registry was given"
-    return Tokens(tuple(lengths), f"{len(lengths)} measured tools, since {reason}")
+    return Tokens(tuple(lengths), f"{_tools_told(len(lengths), 'measured ')}, since {reason}")
 
 
 def as_json(advice: Advice, run_name: str) -> str:
@@ -107,7 +107,7 @@ def as_text(advice: Advice, run_name: str, every: bool = False) -> str:
         if advice.costs:
             console.print(_cost_table(advice.costs))
     total = advice.tokens.total(advice.n_tools)
-    head = [f"{run_name}: {advice.n_tools} tools ({total} tokens; {advice.tokens.source}), "
+    head = [f"{run_name}: {_tools_told(advice.n_tools)} ({total} tokens; {advice.tokens.source}), "
             f"a conversation of {advice.depth} tokens.",
             f"{'Advice' if advice.advised else 'No advice'}: {advice.because}."]
     hidden = len(advice.options) - len(shown)
@@ -171,9 +171,13 @@ def _cost_table(costs: tuple[Cost, ...]) -> Table:
 
 
 def _points(option: Option) -> str:
-    told = [f"{n_tools} tool{'s' if n_tools != 1 else ''}, " + ("any depth" if depth is None else f"depth {depth}")
+    told = [f"{_tools_told(n_tools)}, " + ("any depth" if depth is None else f"depth {depth}")
             for n_tools, depth in option.at]
     return f"({' and '.join(told)})"
+
+
+def _tools_told(n_tools: int, which: str = "") -> str:
+    return f"{n_tools} {which}tool{'s' if n_tools != 1 else ''}"
 
 
 def _cell(value: Estimate | None, scale: float = 1) -> str:

@@ -77,7 +77,7 @@ class Series:
 def series_of(found: Mapping[str, Measured], reading: str = READINGS[0]) -> list[Series]:
     """Every way to offer tools that the artifacts, by experiment, tell of; `reading` is one of READINGS."""
     return [series for experiment, read in READERS.items() if experiment in found
-            for series in read(found[experiment], reading)]
+            for series in read(found[experiment], reading) if series.points]
 
 
 def estimate(metric: Mapping[str, Any] | None) -> Estimate | None:
