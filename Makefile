@@ -7,8 +7,10 @@ VENV_PYTHON := .venv/bin/python
 # DVC stages and pytest find this environment's programs, activated or not.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export DVC_NO_ANALYTICS := 1
-CHOICES = $(if $(MODEL),--model '$(MODEL)') $(if $(PROFILE),--profile '$(PROFILE)') \
-	$(if $(REGISTRY),--registry '$(REGISTRY)') $(if $(QUERIES),--queries '$(QUERIES)')
+# For the shell: a path may hold spaces and quotes.
+quoted = '$(subst ','\'',$(1))'
+CHOICES = $(if $(MODEL),--model $(call quoted,$(MODEL))) $(if $(PROFILE),--profile $(call quoted,$(PROFILE))) \
+	$(if $(REGISTRY),--registry $(call quoted,$(REGISTRY))) $(if $(QUERIES),--queries $(call quoted,$(QUERIES)))
 
 .PHONY: help repro test verify doctor install params peers lock clean
 
