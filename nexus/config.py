@@ -23,7 +23,8 @@ CONF = ROOT / "conf"
 # Room that a schema block, the query and the probe need behind the deepest offset.
 ROOM_TOKENS = 512
 # How the same bytes got here, and how the harness runs, do not change what is measured: no part of a config's hash.
-NOT_HASHED = ("results_folder", "run_name", "profile_name", "expected_minutes", "force")
+NOT_HASHED = ("results_folder", "run_name", "profile_name", "expected_minutes", "force",
+              "share_machine")
 MODEL_NOT_HASHED = ("path", "carriers", "licence")
 # Each has a section of this name. What another section decides for it is in NEEDS.
 EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
@@ -406,6 +407,8 @@ class Config(_Section):
     """Duration of the whole pipeline on 2 cores with the default model; only shown, before a first run."""
     force: bool
     """Whether to measure again what is already there."""
+    share_machine: bool
+    """Whether several experiments may measure on this machine at once although some of them take times."""
     model: ModelSpec
     """The weights: conf/model."""
     workload: Workload

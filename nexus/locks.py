@@ -1,16 +1,54 @@
-"""One writer at a time: an operating-system lock that a dying process cannot leave behind."""
+"""One writer, and one measurement of times, at a time: operating-system locks that no dying process leaves behind."""
 
 import fcntl
 import os
+import platform
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import platformdirs
+
 
 class LockedError(RuntimeError):
     """Another process holds the lock; the message names its pid and what to do."""
+
+
+def machine_folder() -> Path:
+    """Where this user's processes see each other, whatever their checkout: NEXUS_LOCKS, or in the user's cache."""
+    chosen = os.environ.get("NEXUS_LOCKS")
+    return Path(chosen) if chosen else platformdirs.user_cache_path("nexus") / "locks"
+
+
+@contextmanager
+def measuring(name: str, *, alone: bool) -> Iterator[Path]:
+    """The lock file of this machine, held while the experiment `name` measures.
+
+    `alone` for one that takes times: nothing else may hold the lock then. Others share it.
+    Raises LockedError at once where that cannot be, or cannot be known because the file cannot be written.
+    """
+    # A home may be on a network, with the caches of many machines in one folder.
+    path = machine_folder() / f"measuring-{re.sub(r'[^A-Za-z0-9.-]+', '-', platform.node())}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise LockedError(f"{path} cannot be written ({error.strerror}), so nobody knows whether others measure on this "
+                          "machine: set NEXUS_LOCKS to another folder, or share_machine=true") from None
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # A holder that has just taken the lock may not yet have replaced the last one's name.
+            time.sleep(0.05)
+            raise LockedError(_measured(name, alone, os.pread(descriptor, 200, 0).decode(errors="replace"))) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {name}\n".encode(), 0)
+        yield path
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -51,3 +89,11 @@ def _held(path: Path, pid: str) -> str:
             f"wait until it ends, or stop it with `kill {pid}`, then run again"
         )
     return f"another process is already writing these results (it holds {path}): wait until it ends, then run again"
+
+
+def _measured(name: str, alone: bool, holder: str) -> str:
+    found = re.match(r"(\d+) (.+)\n", holder)
+    other = f"{found[2]} (process {found[1]})" if found else "another experiment"
+    reason = (f"{name} takes times, and {other} measures on this machine" if alone else
+              f"{other} takes times on this machine, which {name} would disturb")
+    return f"{reason}: wait until it ends, or accept times of a shared machine with share_machine=true"

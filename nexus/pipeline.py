@@ -12,10 +12,10 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ from nexus import artifact, provenance
 from nexus.canonical import write_atomically
 from nexus.cells import Cell, CellStore, Samples, run_cells
 from nexus.config import CONF, NEEDS, ROOT, ROUTING, Config, ConfigError, as_config_error, from_hydra, load_params
-from nexus.locks import exclusive
+from nexus.locks import exclusive, measuring
 from nexus.progress import progress
 from nexus.sources import code_sha256, sampling_sha256
+from nexus.sweep import PlannedJobs, Sweep, job_folder
 
 Run = Callable[[Config, Path], Path]
 LOCKS = ROOT / ".nexus" / "locks"
 DONE = ROOT / ".nexus" / "done"
 SWEEPS = ROOT / ".nexus" / "sweeps"
-SLUG_LENGTH = 80
 # These sample every system; which one is the default is told by their rows alone.
 ALL_SYSTEMS = ("calibration", "routing_accuracy_n250", "routing_generalisation")
 
@@ -50,47 +50,38 @@ def experiment_main(name: str, run: Run) -> None:
     debug = debugging()
     # Hydra then hands its errors over instead of printing them with a traceback.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Ray would otherwise tell its makers that it was used.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Paths in the configuration are relative to the repository, wherever the command is given.
     os.chdir(ROOT)
-    # Jobs of a sweep may run in other processes: they report through files in a folder of their own.
-    sweep = SWEEPS / secrets.token_hex(6)
+    # What runs as `__main__` travels to the processes of jobs by value; what has a module of its own, by name.
+    run = importlib.import_module(f"experiments.{name}").run
+    PlannedJobs.sweep = sweep = Sweep(SWEEPS / secrets.token_hex(6))
     raised: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
-        job = HydraConfig.get()
-        if job.mode != RunMode.MULTIRUN:
-            try:
-                cfg = from_hydra(composed)
-                execute(name, run, cfg, ROOT / cfg.results_folder / cfg.run_name)
-            except Exception as error:
-                # Kept from Hydra, which would announce it in lines of its own.
-                raised.append(error)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            _job(name, run, sweep, composed, debug)
             return
-        # An error must not leave the task: one launcher stops at it, another forgets all but the first.
-        overrides = list(job.overrides.task)
         try:
             cfg = from_hydra(composed)
-            out = ROOT / cfg.results_folder / "multirun" / name / job_folder(overrides, cfg.sha256(name))
-            execute(name, run, cfg, out)
-            problem = None
+            execute(name, run, cfg, ROOT / cfg.results_folder / cfg.run_name)
         except Exception as error:
-            if debug:
-                traceback.print_exc()
-            problem = one_line(error)
-        report = {"job": job.job.num, "overrides": overrides, "problem": problem}
-        sweep.mkdir(parents=True, exist_ok=True)
-        write_atomically(sweep / f"{job.job.num}.json", json.dumps(report))
+            # Kept from Hydra, which would announce it in lines of its own.
+            raised.append(error)
 
+    composing = False
     try:
         task()
     except Exception as error:
         composing = type(error).__module__.startswith(("hydra.", "omegaconf."))
         raised.append(as_config_error(error) if composing else error)
     except KeyboardInterrupt:
+        sweep.discard()
         print(f"{name}: stopped; the same command goes on where it stopped", file=sys.stderr)
         sys.exit(130)
-    failed = _report_sweep(name, sweep)
+    failed = sweep.end(name, began=not composing)
     if raised and debug:
         raise raised[0]
     for error in raised:
@@ -175,9 +166,24 @@ def measure_cells(cfg: Config, cells: Sequence[Cell], measure: Callable[[Cell], 
     """The samples of all cells, one after the other; cells measured earlier are not measured again, unless `cfg.force`.
 
     `description` stands at the bar of progress. Raises CellStoreError, ValueError (see `run_cells`), and what `measure`
-    raises.
+    raises; LockedError where cells take times and others measure on this machine, or others take times, unless
+    `cfg.share_machine`.
     """
-    per_cell = run_cells(cells, measure, store=CellStore(), progress=progress, anew=cfg.force, description=description)
+    # See timed_cell_inputs.
+    timed = any("cpu" in cell.inputs for cell in cells)
+    with ExitStack() as held:
+
+        def measure_held(cell: Cell) -> Samples:
+            nonlocal holding
+            # Not before there is something to measure.
+            if not holding:
+                held.enter_context(measuring(cell.inputs.get("experiment", description), alone=timed))
+                holding = True
+            return measure(cell)
+
+        holding = cfg.share_machine
+        per_cell = run_cells(cells, measure_held, store=CellStore(), progress=progress, anew=cfg.force,
+                             description=description)
     return [sample for samples in per_cell for sample in samples]
 
 
@@ -224,12 +230,6 @@ def write_metrics(out: Path, name: str, numbers: Mapping[str, Any]) -> Path:
     return path
 
 
-def job_folder(overrides: list[str], sha256: str) -> str:
-    """A legal folder name for a sweep's job: its overrides, made harmless and cut, and 8 digits of its config's hash."""
-    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", ",".join(overrides)).replace("=", "-").strip("-.")[:SLUG_LENGTH]
-    return f"{slug or 'defaults'}-{sha256[:8]}"
-
-
 def debugging() -> bool:
     """Whether tracebacks are wanted instead of one line: NEXUS_DEBUG=1, or Hydra's own HYDRA_FULL_ERROR=1."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in ("NEXUS_DEBUG", "HYDRA_FULL_ERROR"))
@@ -243,6 +243,25 @@ def one_line(error: BaseException) -> str:
     # These are written for people; anything else needs its type to make sense.
     ours = type(error).__module__.startswith(("nexus.", "experiments."))
     return text if ours else f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _job(name: str, run: Run, sweep: Sweep, composed: DictConfig, debug: bool) -> None:
+    """One job of a sweep, in whichever process the launcher chose."""
+    os.chdir(ROOT)
+    sweep.begin(ROOT)
+    job = HydraConfig.get()
+    overrides = list(job.overrides.task)
+    # An error must not leave the task: one launcher stops at it, another forgets all but the first.
+    try:
+        cfg = from_hydra(composed)
+        out = ROOT / cfg.results_folder / "multirun" / name / job_folder(overrides, cfg.sha256(name))
+        execute(name, run, cfg, out)
+        problem = None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        problem = one_line(error)
+    sweep.report(job.job.num, overrides, problem)
 
 
 def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:
@@ -280,17 +299,6 @@ def _file_sha256(path: Path) -> str:
 def _numeric(numbers: Mapping[str, Any]) -> dict[str, Any]:
     nested = {key: _numeric(item) if isinstance(item, Mapping) else item for key, item in numbers.items()}
     return {key: item for key, item in nested.items() if item is not None and item != {}}
-
-
-def _report_sweep(name: str, sweep: Path) -> int:
-    reports = sorted((json.loads(path.read_text()) for path in sweep.glob("*.json")), key=lambda report: report["job"])
-    shutil.rmtree(sweep, ignore_errors=True)
-    failed = [report for report in reports if report["problem"]]
-    if reports:
-        print(f"{name}: {len(reports) - len(failed)} of {len(reports)} jobs done", flush=True)
-    for report in failed:
-        print(f"{name}: failed: {' '.join(report['overrides'])}: {report['problem']}", file=sys.stderr, flush=True)
-    return len(failed)
 
 
 def _shown(path: Path) -> str:

@@ -18,7 +18,7 @@ NOT_SAMPLING = frozenset(
     for name in (
         "__init__.py", "artifact.py", "artifact.schema.json", "carriers.py", "cells.py", "config.py",
         "embedder_spec.py", "locks.py", "pipeline.py", "progress.py", "provenance.py", "registry_spec.py", "sources.py",
-        "stats.py", "tables.py", "weights.py",
+        "stats.py", "sweep.py", "tables.py", "weights.py",
     )
 ) | {"experiments/rows.py"}
 

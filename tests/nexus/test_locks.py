@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nexus.locks import LockedError, exclusive
+from nexus.locks import LockedError, exclusive, machine_folder, measuring
 
 HOLDER = """
 import subprocess, sys
@@ -72,3 +72,43 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     with pytest.raises(OSError, match="file"):
         with exclusive(tmp_path / "file", "results"):
             pytest.fail("locked")
+
+
+MEASURER = """
+import sys
+from nexus.locks import measuring
+with measuring(sys.argv[1], alone=sys.argv[2] == "alone"):
+    print("measuring", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("first, then, refused", [
+    ("alone", True, "slb_latency takes times, and splice_cost \\(process {}\\) measures on this machine"),
+    ("alone", False, "splice_cost \\(process {}\\) takes times on this machine, which slb_latency would disturb"),
+    ("shared", True, "slb_latency takes times, and splice_cost \\(process {}\\) measures on this machine"),
+    ("shared", False, None)])
+def test_what_takes_times_measures_alone_on_its_machine(tmp_path, monkeypatch, first: str, then: bool, refused):
+    monkeypatch.setenv("NEXUS_LOCKS", str(tmp_path / "locks"))
+    assert machine_folder() == tmp_path / "locks"
+    with subprocess.Popen([sys.executable, "-c", MEASURER, "splice_cost", first], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as holder:
+        holder.stdout.readline()
+        if refused is None:
+            with measuring("slb_latency", alone=then):
+                pass
+        else:
+            with pytest.raises(LockedError, match=refused.format(holder.pid) + ".*share_machine=true"):
+                with measuring("slb_latency", alone=then):
+                    pytest.fail("two at once")
+        holder.kill()
+    with measuring("slb_latency", alone=True) as path:
+        assert path.read_text() == f"{os.getpid()} slb_latency\n"
+
+
+def test_a_lock_of_the_machine_that_cannot_be_written_names_the_remedies(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NEXUS_LOCKS", str(tmp_path / "file"))
+    with pytest.raises(LockedError, match="set NEXUS_LOCKS to another folder, or share_machine=true"):
+        with measuring("slb_latency", alone=True):
+            pytest.fail("no lock")

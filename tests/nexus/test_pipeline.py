@@ -2,18 +2,15 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nexus import artifact, cells, pipeline, stats
 from nexus.cells import Cell
 from nexus.config import ROOT, Config, ConfigError, compose, params_text, validate
 from nexus.locks import LockedError
-from nexus.pipeline import execute, job_folder, measure_cells, one_line, stage, write_metrics, write_results
+from nexus.pipeline import execute, measure_cells, one_line, stage, write_metrics, write_results
 from repository_copy import Copy, copy, pristine  # noqa: F401
 
 NAME = "dkl_sweep"
@@ -138,6 +135,30 @@ def test_cells_are_measured_once_unless_forced_and_their_samples_joined_in_order
     assert seen == [2, 1, 2, 1]
 
 
+def test_cells_with_times_are_not_measured_beside_others_unless_told(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pipeline, "CellStore", lambda: cells.CellStore(tmp_path / "cells"))
+    monkeypatch.setenv("NEXUS_LOCKS", str(tmp_path / "locks"))
+    cfg, shared = validate(compose()), validate(compose(["share_machine=true"]))
+    timed = [Cell(pipeline.timed_cell_inputs(name, cfg, "ab"), 1.0, name) for name in ("slb_latency", "splice_cost")]
+    untimed = [Cell(pipeline.cell_inputs(NAME, cfg, "ab"), 1.0, NAME)]
+    assert shared.sha256("slb_latency") == cfg.sha256("slb_latency")
+
+    def beside(others: list[Cell], chosen: Config):
+        """Measures `others` while a cell is measured."""
+        def measure(cell: Cell) -> list[dict]:
+            measure_cells(chosen, others, lambda other: [{"x": 1}], "others")
+            return [{"x": 2}]
+        return measure
+
+    with pytest.raises(LockedError, match="splice_cost takes times, and slb_latency .* share_machine=true"):
+        measure_cells(cfg, timed[:1], beside(timed[1:], cfg), "first")
+    with pytest.raises(LockedError, match="slb_latency .* takes times on this machine, which dkl_sweep would disturb"):
+        measure_cells(cfg, timed[:1], beside(untimed, cfg), "first")
+    assert measure_cells(cfg, timed[:1], beside(timed[1:], shared), "first") == [{"x": 2}]
+    # What is in the store needs no machine.
+    assert measure_cells(cfg, untimed, beside(timed, cfg), "first") == [{"x": 2}]
+
+
 def test_results_are_artifact_samples_and_metrics(tmp_path: Path):
     cfg = validate(compose())
     row = {"offset": 0, "arm": "bare", "probe": "query", "dkl_nats": stats.mean([0.1, 0.2], 0),
@@ -161,13 +182,6 @@ def test_metrics_have_numeric_leaves(tmp_path: Path):
     with pytest.raises(ValueError):
         write_metrics(tmp_path, NAME, {"a": float("nan")})
     assert json.loads(path.read_text())["d"] == 2
-
-
-@given(st.lists(st.text(), max_size=8), st.lists(st.text(), max_size=8))
-def test_sweep_folders_are_legal_and_unique(overrides: list[str], others: list[str]):
-    folder = job_folder(overrides, "0123456789" * 6)
-    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}", folder)
-    assert folder != job_folder(others, "9876543210" * 6)
 
 
 def test_error_lines():
