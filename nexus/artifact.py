@@ -88,8 +88,11 @@ def read(path: Path | str) -> dict[str, Any]:
     try:
         # `plain` refuses NaN, which json reads, and 1e999, which it reads as infinity.
         artifact = plain(json.loads(path.read_text(encoding="utf-8")), "artifact")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path.name}: not valid JSON ({error}); measure it again") from error
+    if isinstance(artifact, dict) and artifact.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise ArtifactError(f"{path.name}: schema_version is {artifact['schema_version']!r}, and this version of the "
+                            f"code reads {SCHEMA_VERSION}; measure it again")
     _check(artifact, path.name)
     return artifact
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,17 @@ def _is_current(path: Path, tokens: np.ndarray, lefts: Sequence[np.ndarray], fac
             and block.anchor == len(lefts[0]) and block.facts == facts and np.array_equal(block.tokens, tokens))
 
 
+def _make_writable(folder: Path) -> None:
+    """None, after the folder is there and took a file. Raises BlockError: minutes of work would end with it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise BlockError(f"--out: {folder} cannot be written ({error.strerror}); make it writable or choose another "
+                         "folder") from None
+
+
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Compiles `args.registry` behind `args.behind` into `args.out` for the model of `cfg`.
 
@@ -91,6 +103,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     parse_behind(args.behind)
     preambles = load_preambles(ROOT / cfg.workload.preambles)
     registry = load_registry(args.registry)
+    _make_writable(Path(args.out))
     model = open_model(cfg.model)
     with Runtime(model, context_options(cfg.runtime)) as runtime:
         if reason := memory_refusal(runtime):

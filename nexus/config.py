@@ -66,6 +66,10 @@ def _ascending(items: Sequence[int]) -> Sequence[int]:
 
 
 Count = Annotated[int, Field(ge=1)]
+# More than any model was trained with, and what still fits a machine's memory as an error instead of its end.
+Cells = Annotated[int, Field(ge=1, le=2**20)]
+# The most that llama.cpp takes.
+Threads = Annotated[int, Field(ge=1, le=512)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Ascending = AfterValidator(_ascending)
@@ -86,13 +90,13 @@ Behind = Annotated[str, StringConstraints(pattern=r"^(system|preamble-[1-9]\d*|e
 
 
 class Runtime(_Section):
-    n_ctx: Count
+    n_ctx: Cells
     """Cells of the KV cache, in tokens."""
     n_batch: Count
     """Tokens per decode call; both sides of a comparison are split alike."""
     n_seq_max: Count
     """Sequences that share the cache."""
-    n_threads: Count
+    n_threads: Threads
     """Threads that llama.cpp decodes with."""
     flash_attention: bool
     """Whether flash attention is used; without it V is stored transposed."""
@@ -153,7 +157,7 @@ class DklSweep(_Section):
 class SpliceCost(_Section):
     n_tokens: Annotated[list[Count], NotEmpty, Ascending]
     """Lengths of the spliced block, in tokens."""
-    n_ctx: Annotated[list[Count], NotEmpty, Ascending]
+    n_ctx: Annotated[list[Cells], NotEmpty, Ascending]
     """Sizes of the KV cache, in tokens."""
     v_layouts: Annotated[list[Literal["row", "transposed"]], NotEmpty, Unique]
     """How the cache stores V."""
@@ -165,7 +169,7 @@ class SpliceCost(_Section):
     """Interleaved pairs of a decode with and without a pending position shift."""
     prefill_repetitions: Count
     """Prefills of the block from text."""
-    n_threads: Count
+    n_threads: Threads
     """Threads that llama.cpp decodes with while it is timed."""
 
 
@@ -273,7 +277,7 @@ class Routing(_Section):
     """The file in conf/embedder that the systems called tuned embed with."""
     cross_encoder: Text
     """Adapter that makes a cross-encoder of MiniLM, relative to the repository or absolute."""
-    n_threads: Count
+    n_threads: Threads
     """Threads of the encoders."""
 
 
@@ -290,7 +294,7 @@ class RoutingAccuracy(_Section):
     """Schemas that rag_mcp reads; with fewer its recall@3 would not be one."""
     n_queries: Count
     """Evaluation queries, in file order."""
-    n_ctx: Count
+    n_ctx: Cells
     """Cells of the baselines' context, in tokens; more than that is an overflow."""
 
 
@@ -350,7 +354,7 @@ class SidecarAccuracy(_Section):
     """Cases that are timed with the signature and with the full schema in turn."""
     repetitions: Count
     """Timed pairs per case."""
-    n_ctx: Count
+    n_ctx: Cells
     """Cells of the context, in tokens."""
 
 
@@ -384,7 +388,7 @@ class L0Radix(_Section):
 
 
 class BlockAllocator(_Section):
-    n_threads: Annotated[list[Count], NotEmpty, Ascending]
+    n_threads: Annotated[list[Threads], NotEmpty, Ascending]
     """Threads that contend for the allocator."""
     n_operations: Count
     """Allocations and frees of a thread per repetition."""
@@ -524,6 +528,19 @@ class Config(_Section):
             return list(self.workload.routing.model_dump().values())
         return list(self.workload.model_dump(exclude={"system_prompt", *ROUTING_TEXTS}).values())
 
+    def key_of(self, value: str) -> str:
+        """The first key that has this value, as an override would spell it. Raises KeyError where there is none."""
+        def search(data: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+            for key, item in data.items():
+                if isinstance(item, Mapping):
+                    yield from search(item, f"{prefix}{key}.")
+                elif item == value:
+                    yield f"{prefix}{key}"
+
+        for key in search(self.model_dump(mode="json")):
+            return key
+        raise KeyError(value)
+
     def sha256(self, experiment: str) -> str:
         """SHA-256 (64 hex digits) of `resolved(experiment)`: the artifact's `config_sha256`."""
         return sha256_of(self.resolved(experiment), "config")
@@ -587,6 +604,16 @@ def as_config_error(error: Exception) -> ConfigError:
         return ConfigError(f"{group}: no choice {name!r}{_did_you_mean(name, choices)}; there are {', '.join(choices)}")
     if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
         return ConfigError(f"{error.full_key}: {_first_line(error)}")
+    if (override := getattr(error, "override", None)) is not None:
+        # The parser names its own error class, or repeats the override, before it says what is wrong.
+        lines = [line.removeprefix("LexerNoViableAltException: ") for line in str(error).splitlines()]
+        reason = next((line for line in lines if re.search(r"\w", line) and line != override
+                       and not line.startswith(("Error parsing", "See "))), "")
+        reason = f": {reason}" if reason else ""
+        return ConfigError(f"override {override!r} cannot be read{reason}; write key=value, with quotes around a value "
+                           "that holds other characters than a name")
+    if isinstance(error, OSError) and error.strerror:
+        return ConfigError(error.strerror)
     if isinstance(error, YAMLError):
         return ConfigError(" ".join(str(error).split()))
     return ConfigError(_first_line(error))

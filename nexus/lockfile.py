@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from nexus.canonical import write_atomically
 from nexus.config import ROOT, Config, ConfigError, compose, validate
@@ -62,14 +63,18 @@ def stages(cfg: Config, root: Path = ROOT) -> list[Stage]:
     ]
 
 
+class LockfileError(ValueError):
+    """`dvc.yaml` or `dvc.lock` cannot be read; the message names the file, what is wrong and the remedy."""
+
+
 def verify(root: Path = ROOT) -> list[str]:
     """One line per difference between the files and `dvc.lock`, for every run in it and the default one; [] if none.
 
-    The default run has all stages; another one may be measured in part.
+    The default run has all stages; another one may be measured in part. Raises LockfileError for a damaged file.
     """
     if not (root / LOCK).is_file():
         return [f"{LOCK} is missing: nothing was measured yet; run `make repro`"]
-    locked = _load(root / LOCK).get("stages", {})
+    locked = _locked(root)
     problems = []
     default = validate(compose()).run_name
     for run in sorted({default} | {name.partition("@")[2] for name in locked}):
@@ -114,11 +119,32 @@ def locked_runs(root: Path = ROOT) -> set[str]:
     """The names of the runs that `dvc.lock` has entries of."""
     if not (root / LOCK).is_file():
         return set()
-    return {name.partition("@")[2] for name in (_load(root / LOCK) or {}).get("stages", {})}
+    return {name.partition("@")[2] for name in _locked(root)}
+
+
+def _locked(root: Path) -> dict[str, Any]:
+    """The entries of `dvc.lock` by stage."""
+    content = _load(root / LOCK) or {}
+    entries = content.get("stages", {}) if isinstance(content, dict) else None
+    try:
+        for entry in entries.values():
+            files = [file for kind in ("deps", "outs") for file in entry.get(kind, [])]
+            if "cmd" not in entry or not all({"path", "md5"} <= file.keys() for file in files):
+                raise TypeError
+    except (AttributeError, TypeError):
+        raise _damaged(root / LOCK, "an entry has no command, or a file of it no path or hash") from None
+    return entries
 
 
 def _load(path: Path) -> Any:
-    return YAML(typ="safe").load(path)
+    try:
+        return YAML(typ="safe").load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise _damaged(path, " ".join(str(error).split())) from None
+
+
+def _damaged(path: Path, problem: str) -> LockfileError:
+    return LockfileError(f"{path.name}: {problem}; restore it: git checkout {path.name}")
 
 
 def _config_of(run: str) -> Config | None:

@@ -6,6 +6,7 @@
         experiment_main("dkl_sweep", run)
 """
 
+import errno
 import hashlib
 import importlib
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,8 +39,22 @@ Run = Callable[[Config, Path], Path]
 LOCKS = ROOT / ".nexus" / "locks"
 DONE = ROOT / ".nexus" / "done"
 SWEEPS = ROOT / ".nexus" / "sweeps"
+# What to do about an error of the operating system.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "a folder is where a file is needed; move it or give another path",
+    errno.ENAMETOOLONG: "give a shorter path",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is where a folder is needed; move it or give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions or give another path"),
+    **dict.fromkeys(FULL, "free some disk and run again"),
+}
 # These sample every system; which one is the default is told by their rows alone.
 ALL_SYSTEMS = ("calibration", "routing_accuracy_n250", "routing_generalisation")
+
+
+class ResultsError(RuntimeError):
+    """Results cannot be written; the message names the folder and the remedy."""
 
 
 def experiment_main(name: str, run: Run) -> None:
@@ -114,7 +130,8 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
     """The main file (or folder) that `run` wrote into `out`.
 
     Not run where an earlier run here, of the same configuration, code and texts, left this very artifact, unless
-    `cfg.force`. Raises LockedError while another process writes there, and whatever `run` raises.
+    `cfg.force`. Raises LockedError while another process writes there, ConfigError for a text that cannot be read,
+    ResultsError before any work where `out` cannot be written, or when the disk is full, and whatever `run` raises.
     """
     label = re.sub(r"[^\w.-]+", "-", os.path.relpath(out, ROOT)).strip("-")[-150:] + f".{name}"
     with exclusive(LOCKS, label):
@@ -122,7 +139,7 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
         inputs = {
             "config": cfg.sha256(name),
             "code": code_sha256(f"experiments.{name}"),
-            "texts": [_file_sha256(ROOT / path) for path in cfg.texts(name)],
+            "texts": [_text_sha256(cfg, path) for path in cfg.texts(name)],
             "llama_cpp": provenance.version("llama-cpp-python"),
             "cpu": provenance.cpu_model(),
             "models": _models(name, cfg),
@@ -132,12 +149,20 @@ def execute(name: str, run: Run, cfg: Config, out: Path) -> Path:
         if not cfg.force and _is_current(record, inputs, path):
             print(f"{name}: {_shown(path)} is complete for this configuration and code; force=true measures it again")
             return path
-        out.mkdir(parents=True, exist_ok=True)
+        _make_writable(out)
+        _remove_partials(name, out)
         record.unlink(missing_ok=True)
-        path = run(cfg, out)
-        if path.is_file():
-            record.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(record, json.dumps(inputs | {"artifact": _file_sha256(path)}))
+        try:
+            path = run(cfg, out)
+            if path.is_file():
+                record.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(record, json.dumps(inputs | {"artifact": _file_sha256(path)}))
+        except OSError as error:
+            # While a file is written, no error names it.
+            if error.errno not in FULL or error.filename is not None:
+                raise
+            raise ResultsError(f"{out}: a result cannot be written ({error.strerror}); {REMEDIES[error.errno]}, which "
+                               "goes on where it stopped") from error
     return path
 
 
@@ -242,6 +267,10 @@ def one_line(error: BaseException) -> str:
         return type(error).__name__
     # These are written for people; anything else needs its type to make sense.
     ours = type(error).__module__.startswith(("nexus.", "experiments."))
+    if isinstance(error, RecursionError):
+        return "an input is nested too deeply; make it flatter"
+    if not ours and isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
+        return f"{error.filename}: {error.strerror}; {REMEDIES[error.errno]}"
     return text if ours else f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
@@ -262,6 +291,33 @@ def _job(name: str, run: Run, sweep: Sweep, composed: DictConfig, debug: bool) -
             traceback.print_exc()
         problem = one_line(error)
     sweep.report(job.job.num, overrides, problem)
+
+
+def _make_writable(out: Path) -> None:
+    """None, after the folder is there and took a file. Raises ResultsError: hours of work would end with it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise ResultsError(f"results_folder: {out} cannot be written ({error.strerror}); make it writable or choose "
+                           "another folder") from None
+
+
+def _remove_partials(name: str, out: Path) -> None:
+    """Removes the files that a killed process of this experiment had begun to write."""
+    path = artifact.path_of(name, out)
+    for folder, pattern in ((path.parent, f".{path.stem}.*.tmp"), (out / "metrics", f".{name}.*.tmp"),
+                            (out / name, ".*.tmp")):
+        for partial in folder.glob(pattern):
+            partial.unlink(missing_ok=True)
+
+
+def _text_sha256(cfg: Config, path: str) -> str:
+    try:
+        return _file_sha256(ROOT / path)
+    except OSError as error:
+        raise ConfigError(f"{cfg.key_of(path)}: {ROOT / path}: {error.strerror}; give the path of a file") from None
 
 
 def _is_current(record: Path, inputs: Mapping[str, Any], path: Path) -> bool:

@@ -40,7 +40,7 @@ def stored(cfg: Config, out: Path, experiment: str) -> dict[str, Any]:
     """The experiment's artifact in `out`. Raises MissingArtifact, and ArtifactError where it is broken."""
     path = stored_form.path_of(experiment, out)
     try:
-        return stored_form.read(path)
+        artifact = stored_form.read(path)
     except FileNotFoundError:
         model = [f"model={cfg.model.name}"]
         if cfg.model.path is not None:
@@ -48,6 +48,10 @@ def stored(cfg: Config, out: Path, experiment: str) -> dict[str, Any]:
         command = shlex.join([".venv/bin/python", "-m", f"experiments.{experiment}", *model,
                               f"profile={cfg.profile_name}"])
         raise MissingArtifact(f"{path} is missing; make it with: {command}") from None
+    if artifact["experiment"] != experiment:
+        raise stored_form.ArtifactError(f"{path} is the artifact of {artifact['experiment']!r}, not of {experiment!r}; "
+                                        "remove it and measure again")
+    return artifact
 
 
 def published() -> dict[str, Any]:

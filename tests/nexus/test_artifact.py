@@ -202,7 +202,9 @@ def test_splice_cost_rows(tmp_path):
         (lambda text: text.replace('"seed": 0', '"seed": 1'), "config_sha256 is not the hash of config"),
         (lambda text: text.replace('"seed": 0', '"seed": NaN'), r"artifact\.config\.seed is nan"),
         (lambda text: text.replace('"seed": 0', '"seed": 1e999'), r"artifact\.config\.seed is inf"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 2'), "schema_version: 1 was expected"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 2'),
+         "schema_version is 2, and this version of the code reads 1; measure it again"),
+        (lambda text: text.replace('"seed": 0', '"seed": ' + "[" * 100_000), "not valid JSON"),
         (lambda text: text.replace("dkl_sweep.samples", "../dkl_sweep.samples"), "samples: .*does not match"),
     ],
 )

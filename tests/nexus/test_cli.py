@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nexus import cli, lockfile
-from nexus.config import ROOT, params_text
+from nexus.config import ROOT, ConfigError, params_text
 from nexus.reproduce import overrides_for
 from nexus.summary import summary
 
@@ -124,7 +124,7 @@ def test_model_is_a_name_or_a_file(tmp_path: Path):
     assert overrides_for(None, None) == []
     assert overrides_for("smollm2-135m", "quick") == ["model=smollm2-135m", "profile=quick"]
     assert overrides_for(str(gguf), None)[0] == "model=local"
-    with pytest.raises(FileNotFoundError, match="is not a file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         overrides_for(str(tmp_path / "none.gguf"), None)
 
 

@@ -116,7 +116,11 @@ def test_another_profile_may_not_take_the_folder():
         ("workload.preambles=''", "workload.preambles: '' is not allowed"),
         ("+experiment=frontier-1.5", "experiment: no choice 'frontier-1.5'; did you mean frontier-1.5b?"),
         ("profile=quik", "profile: no choice 'quik'; did you mean quick?; there are "),
-        ("nonsense", "Error parsing override 'nonsense'"),
+        ("nonsense", "override 'nonsense' cannot be read: missing EQUAL at '<EOF>'; write key=value, with quotes around"),
+        ("seed=1=[", "override 'seed=1=[' cannot be read: mismatched input '=' expecting <EOF>; write key=value, with"),
+        ("'open", "override \"'open\" cannot be read; write key=value, with quotes around a value that holds other"),
+        ("runtime.n_ctx=9999999999", "runtime.n_ctx: 9999999999 is not allowed; input should be less than or equal to"),
+        ("splice_cost.n_threads=513", "splice_cost.n_threads: 513 is not allowed; input should be less than or equal"),
     ],
 )
 def test_refused(override: str, message: str):
@@ -238,6 +242,13 @@ def test_what_another_section_decides_is_a_part_of_the_experiments_config():
     changed = validate(compose(["repair.epsilon_nats=0.5"]))
     assert {name for name in EXPERIMENTS if changed.sha256(name) != cfg.sha256(name)} == {
         "repair", "calibrated_repair", "deep_splice_ttft"}
+
+
+def test_a_value_is_found_by_its_key():
+    cfg = validate(replaced(("workload", "preambles"), "mine.json"))
+    assert cfg.key_of("mine.json") == "workload.preambles"
+    with pytest.raises(KeyError):
+        cfg.key_of("not there")
 
 
 def test_hash_is_the_artifacts():

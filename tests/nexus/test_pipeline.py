@@ -1,5 +1,6 @@
 """How experiments are started: skipping, locking, sweeps, and errors in one line."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from nexus import artifact, cells, pipeline, stats
 from nexus.cells import Cell
 from nexus.config import ROOT, Config, ConfigError, compose, params_text, validate
 from nexus.locks import LockedError
-from nexus.pipeline import execute, measure_cells, one_line, stage, write_metrics, write_results
+from nexus.pipeline import ResultsError, execute, measure_cells, one_line, stage, write_metrics, write_results
 from repository_copy import Copy, copy, pristine  # noqa: F401
 
 NAME = "dkl_sweep"
@@ -95,6 +96,32 @@ def test_failed_run_is_not_complete(places: Path):
         execute(NAME, broken, validate(compose(["seed=1"])), out)
     execute(NAME, run, cfg, out)
     assert run.runs == 2
+
+
+def test_a_full_disk_names_the_folder_and_other_errors_pass(places: Path):
+    def fails(error):
+        def run(cfg, out):
+            raise error
+        return lambda: execute(NAME, run, validate(compose()), places / "out")
+
+    with pytest.raises(ResultsError, match=r"/out: a result cannot be written \(No space left\); free some disk and run"):
+        fails(OSError(errno.ENOSPC, "No space left"))()
+    for error in (OSError(errno.ENOSPC, "No space left", "elsewhere"), OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(OSError) as passed:
+            fails(error)()
+        assert passed.value is error
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed(places: Path):
+    out = places / "out"
+    begun = [out / f".{NAME}.json.12ab.tmp", out / f".{NAME}.samples.jsonl.12ab.tmp",
+             out / "metrics" / f".{NAME}.json.12ab.tmp"]
+    others = [out / ".splice_cost.json.12ab.tmp", out / ".mine"]
+    for path in (*begun, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    execute(NAME, Counted(), validate(compose()), out)
+    assert [path.exists() for path in (*begun, *others)] == [False] * 3 + [True] * 2
 
 
 def test_two_writers_are_refused(places: Path):
@@ -187,6 +214,9 @@ def test_metrics_have_numeric_leaves(tmp_path: Path):
 def test_error_lines():
     assert one_line(ConfigError("seed: wrong")) == "seed: wrong"
     assert one_line(OSError("disk\nfull")) == "OSError: disk"
+    assert one_line(FileNotFoundError(errno.ENOENT, "No such file", "/x")) == "/x: No such file; check the path"
+    assert one_line(OSError(errno.EIO, "Input/output error", "/x")) == "OSError: [Errno 5] Input/output error: '/x'"
+    assert one_line(RecursionError("depth")) == "an input is nested too deeply; make it flatter"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
