@@ -14,6 +14,7 @@ OTHER_WORK = ("engine-shift", "group-cache", "group-cache-rebuilt", "prefix-reus
 # `probe_tokens` counts the layers that a probe runs through. It stops behind the attention of the next one, whose Q, K,
 # V and attention are 0.11 (256 tokens) to 0.26 (2048) of a layer's multiplications in Qwen 0.5B, and more in SmolLM2.
 PROBE_LAYERS = 1 + 1 / 6
+CHOICE_KEYS = ("arm", "n_tools", "depth", "compiled_behind")
 
 
 def grouped(samples: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -168,6 +169,45 @@ def layouts(samples: Samples, seed: int, level: float) -> list[dict]:
             row |= fidelity(members, seed, level) | {"bit_identical": stats.wilson(identical, len(members), level)}
         table.append(row)
     return table
+
+
+def spliced_choice(samples: Samples, seed: int, level: float) -> list[dict]:
+    """One row per arm, number of tools, depth, what was compiled behind, and reading; paired with `full` by query."""
+    choices = grouped((s for s in samples if s["part"] == "choice"), *CHOICE_KEYS, "reading")
+    times = grouped((s for s in samples if s["part"] == "time"), *CHOICE_KEYS)
+    table = []
+    for (arm, n_tools, depth, behind, reading), members in choices.items():
+        full = {s["case"]: s["correct"] for s in choices["full", n_tools, depth, None, reading]}
+        timed = times.get((arm, n_tools, depth, behind), [])
+        row = dict(zip((*CHOICE_KEYS, "reading"), (arm, n_tools, depth, behind, reading)))
+        row["accuracy"] = _share(members, "correct", level)
+        for name in ("no_call", "unknown_tool"):
+            row[f"{name}_rate"] = _share(members, name, level) if reading == "free" else None
+        row["ttft_ms"] = stats.median([s["ttft_ms"] for s in timed], seed, level) if timed else None
+        places = [s["place_ms"] for s in timed if s["place_ms"] is not None]
+        row["place_ms"] = stats.median(places, seed, level) if places else None
+        row |= {"speedup": None, "p_value": None, "only_here": None, "only_full": None, "dkl_nats": None, "top1": None,
+                "bit_identical": None}
+        row["recompute_pct"] = float(np.mean([100 * s["recomputed"] / s["tools_tokens"] for s in members]))
+        table.append(row)
+        if arm == "full":
+            continue
+        row["dkl_nats"] = stats.mean([s["dkl_nats"] for s in members], seed, level)
+        row["top1"] = _share(members, "top1", level)
+        if arm == "identity":
+            row["bit_identical"] = _share(members, "bit_identical", level)
+        here = sum(s["correct"] and not full[s["case"]] for s in members)
+        there = sum(full[s["case"]] and not s["correct"] for s in members)
+        row |= {"only_here": here, "only_full": there, "p_value": stats.mcnemar(here, there)}
+        beside = {s["trial"]: s["ttft_ms"] for s in times.get(("full", n_tools, depth, None), [])}
+        if timed:
+            row["speedup"] = stats.ratio_of_medians([beside[s["trial"]] for s in timed],
+                                                    [s["ttft_ms"] for s in timed], seed, level, paired=True)
+    return table
+
+
+def _share(members: Samples, key: str, level: float) -> Estimate:
+    return stats.wilson(sum(s[key] for s in members), len(members), level)
 
 
 def best_within(table: list[dict], most_pct: float) -> dict[str, dict[str, float]]:

@@ -30,14 +30,17 @@ MODEL_NOT_HASHED = ("path", "carriers", "licence")
 EXPERIMENTS = ("dkl_sweep", "splice_cost", "repair", "rope_boundary_gate", "repair_frontier", "calibrated_repair",
                "deep_splice_ttft", "gating_nogo", "layouts", "registry", "embedder", "routing", "slb_latency",
                "routing_accuracy_n250", "routing_generalisation", "arguments", "sidecar_accuracy", "constrain_cost",
-               "l0_radix", "block_allocator")
+               "l0_radix", "block_allocator", "spliced_choice")
 ROUTING = ("registry", "embedder", "routing")
 NEEDS = {"calibrated_repair": ("repair",), "deep_splice_ttft": ("repair",), "calibration": ROUTING,
          "routing_accuracy_n250": ROUTING, "routing_generalisation": ROUTING,
-         "sidecar_accuracy": (*ROUTING, "arguments"), "constrain_cost": ("registry", "arguments")}
+         "sidecar_accuracy": (*ROUTING, "arguments"), "constrain_cost": ("registry", "arguments"),
+         "spliced_choice": ("registry", "repair")}
 # Of the workload, these are read by the experiments below, which read none of its other texts.
 ROUTING_TEXTS = ("path", "routing")
 ROUTED = ("calibration", "routing_accuracy_n250", "routing_generalisation", "sidecar_accuracy", "constrain_cost")
+# Of the workload, what the choice from spliced tools reads beside the evaluation queries.
+CHOICE_TEXTS = ("conversation", "preambles")
 # What most experiments read and these do not.
 UNREAD = {"slb_latency": ("workload", "runtime"), "calibration": ("runtime",), "routing_generalisation": ("runtime",),
           "block_allocator": ("workload", "runtime")}
@@ -86,6 +89,9 @@ _SHARE = r"(100(\.0+)?|\d{1,2}(\.\d+)?)"
 _PART = rf"(head-\d+|head-{_SHARE}%|(suffix|random|blend|oracle)-{_SHARE})"
 ArmName = Annotated[str, StringConstraints(pattern=rf"^(none|full|{_PART}(\+{_PART})*)$")]
 # nexus/ensemble.py says what these names mean.
+# And experiments/choice_bench.py these.
+ChoiceArm = Annotated[str, StringConstraints(
+    pattern=rf"^(bare|bare-no-reanchor|suffix-R\(n\)|calibrated|{_PART}(\+{_PART})*)$")]
 Behind = Annotated[str, StringConstraints(pattern=r"^(system|preamble-[1-9]\d*|ensemble-[1-9]\d*x[1-9]\d*)$")]
 
 
@@ -396,6 +402,31 @@ class BlockAllocator(_Section):
     """Interleaved repetitions."""
 
 
+class SplicedChoice(_Section):
+    n_queries: Count
+    """Queries of the evaluation set; each is asked at every point."""
+    n_tools: Annotated[list[Count], NotEmpty, Ascending]
+    """How many tools stand in the context, at the depth `at_depth`."""
+    depths: Annotated[list[Annotated[int, Field(ge=0)]], NotEmpty, Ascending]
+    """Tokens of conversation before the tools, with `at_n_tools` tools."""
+    at_n_tools: Annotated[int, Field(ge=2)]
+    """Where everything is measured: this many tools …"""
+    at_depth: Annotated[int, Field(ge=0)]
+    """… behind this many tokens."""
+    arms: Annotated[list[ChoiceArm], NotEmpty, Unique]
+    """How spliced tools are repaired, at that point; prefills are measured always."""
+    compiled_behind: Annotated[list[Behind | Literal["start"]], NotEmpty, Unique]
+    """What the tools of these arms are compiled behind; "start" is nothing at all."""
+    averaged_arms: Annotated[list[ChoiceArm], Unique]
+    """Arms with tools that are compiled behind `repair.compiled_behind`, at that point."""
+    axis_arms: Annotated[list[ChoiceArm], Unique]
+    """Arms at the other points, compiled behind the system prompt (calibrated: `repair.compiled_behind`)."""
+    n_timed: Annotated[int, Field(ge=2)]
+    """Interleaved trials of every arm's time to the first token, at each point."""
+    max_tokens: Count
+    """Most tokens of a free answer in which a call is looked for."""
+
+
 class Config(_Section):
     """All of it. An experiment gets this object and reads the sections that it needs."""
 
@@ -461,6 +492,8 @@ class Config(_Section):
     """What a cache of prefixes saves."""
     block_allocator: BlockAllocator
     """What the allocator of resident blocks costs, padded and not."""
+    spliced_choice: SplicedChoice
+    """Whether a model can choose from spliced tools."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -516,6 +549,8 @@ class Config(_Section):
             routed = experiment in ROUTED
             data["workload"] = {key: value for key, value in data["workload"].items()
                                 if key == "system_prompt" or (key in ROUTING_TEXTS) == routed}
+            if experiment == "spliced_choice":
+                data["workload"] = self.workload.model_dump(mode="json", include=set(CHOICE_TEXTS) | {"system_prompt"})
         return data
 
     def texts(self, experiment: str) -> list[str]:
@@ -524,6 +559,8 @@ class Config(_Section):
             return []
         if experiment == "sidecar_accuracy":
             return [self.sidecar_accuracy.cases, self.sidecar_accuracy.coreference]
+        if experiment == "spliced_choice":
+            return [self.workload.routing.evaluation, *(getattr(self.workload, name) for name in CHOICE_TEXTS)]
         if experiment in ROUTED:
             return list(self.workload.routing.model_dump().values())
         return list(self.workload.model_dump(exclude={"system_prompt", *ROUTING_TEXTS}).values())
