@@ -27,6 +27,7 @@ STYLES = {
 }
 PROBE_TITLES = {"query": "behind the user's query", "block_end": "right behind the block"}
 PROTOCOL_TITLES = {"cold": "Cold: context, block and query", "warm": "Warm: the context is resident"}
+READING_TITLES = {"automaton": "names alone allowed", "free": "free text"}
 # Where there are more curves, arms or fills than styles, these begin again: nothing is left out.
 CURVE_STYLES = (
     {"color": "#0072B2", "marker": "o", "linestyle": "-"}, {"color": "#D55E00", "marker": "s", "linestyle": "--"},
@@ -54,7 +55,12 @@ LABEL_PLACES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0,
 LINEAR_BELOW_NATS = 1e-4
 RC = {
     "svg.hashsalt": "nexus", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100,
+    "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100, "pdf.fonttype": 42,
+}
+# Nothing in a file may tell when, or with which version, it was made.
+METADATA = {
+    "svg": {"Date": None, "Creator": None}, "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 
 
@@ -259,6 +265,55 @@ def figure5(artifact: dict, published: dict) -> Figure:
     return figure
 
 
+def spliced_choice(artifact: dict) -> Figure:
+    """Right tool chosen against the time to the first token; a row of panels per reading, a column per depth."""
+    rows = artifact["rows"]
+    readings = [reading for reading in READING_TITLES if at(rows, reading=reading)]
+    depths = sorted(depth for (depth,) in distinct(rows, "depth"))
+    marks = ({"color": style["color"], "marker": style["marker"]} for style in cycle((*CURVE_STYLES, *OTHER_STYLES)))
+    # The prefill is what the others are compared with: a line of its own across each panel.
+    styles = dict(zip((arm for (arm,) in distinct(rows, "arm") if arm != "full"), marks))
+    behind = [name for (name,) in distinct(rows, "compiled_behind") if name is not None]
+    fills = dict(zip(behind, cycle(FILLS)))
+    handles = {}
+    with matplotlib.rc_context(RC):
+        figure, panels = plt.subplots(len(readings), len(depths), squeeze=False, sharey=True, sharex=True,
+                                      figsize=(max(8.5, 4.2 * len(depths)), 3.4 * len(readings) + 1.8))
+        for line, reading in zip(panels, readings):
+            for panel, depth in zip(line, depths):
+                here = at(rows, reading=reading, depth=depth)
+                for row in at(here, arm="full"):
+                    low, high = _ends(_in_percent(row["accuracy"]))
+                    panel.axhspan(low, high, color="#DDDDDD", linewidth=0, zorder=0)
+                    handles["full prefill, with its interval"] = panel.axhline(100 * row["accuracy"]["value"],
+                                                                               color="#333333", linewidth=1)
+                for row in here:
+                    if row["arm"] in styles and None not in (value_of(row["accuracy"]), value_of(row["ttft_ms"])):
+                        _choice_point(panel, row, styles[row["arm"]] | {
+                            "fillstyle": fills.get(row["compiled_behind"], "full")})
+                for row in at(here, arm="full"):
+                    if value_of(row["ttft_ms"]) is not None:
+                        handles["full prefill"] = _choice_point(panel, row, {"color": "#000000", "marker": ">"})
+                panel.set_title(f"{depth} tokens of conversation, {READING_TITLES[reading]}", loc="left", fontsize=9)
+                panel.grid(color="#EEEEEE", linewidth=0.5)
+                panel.set_axisbelow(True)
+            line[0].set_ylabel("right tool chosen, %")
+        panels[0][0].set_ylim(-2, 102)
+        _plain_log(panels[0][0].xaxis, "x")
+        for panel in panels[-1]:
+            panel.set_xlabel("time to the first token, ms")
+        handles |= {arm: Line2D([], [], linestyle="none", **style) for arm, style in styles.items()}
+        handles |= {f"compiled behind {name}": Line2D([], [], linestyle="none", color="#333333", marker="o",
+                                                      markerfacecoloralt="white", fillstyle=fill)
+                    for name, fill in fills.items()}
+        n = max((row["accuracy"]["n"] for row in rows if row["accuracy"]), default=0)
+        tools = " and ".join(str(count) for (count,) in distinct(rows, "n_tools"))
+        figure.suptitle(f"Choosing among {tools} tools placed in the context: {artifact['tuple']['model']}, "
+                        f"{n} queries, {level_text(artifact)} intervals", fontsize=10, x=0.01, ha="left")
+        _legend_below(figure, handles, ncols=4)
+    return figure
+
+
 def _overflowing(rows: list[dict]) -> str:
     sizes = [str(row["n_tools"]) for row in rows if row["status"] == "overflow"]
     return f" (overflow at {', '.join(sizes)})" if sizes else ""
@@ -324,6 +379,12 @@ def _arm_point(panel, row: dict, style: dict) -> None:
                    markersize=6, elinewidth=0.6, markerfacecoloralt="white", **style)
 
 
+def _choice_point(panel, row: dict, style: dict):
+    time, share = row["ttft_ms"], _in_percent(row["accuracy"])
+    return panel.errorbar([time["value"]], [share["value"]], xerr=_reach([time]), yerr=_reach([share]),
+                          linestyle="none", markersize=6, elinewidth=0.6, markerfacecoloralt="white", **style)
+
+
 def _label_shares(panel, rows: list[dict]) -> None:
     """Write each point's share beside it, where no marker and no other label is; a point in a crowd goes without."""
     figure = panel.figure
@@ -361,10 +422,10 @@ def _legend_below(figure: Figure, handles: dict, ncols: int) -> None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """The written files, `path` with the endings .svg and .png; no date and no version in them."""
+    """The written files, `path` with the endings .svg, .png and .pdf; no date and no version in them."""
     written = []
     with matplotlib.rc_context(RC):
-        for ending, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        for ending, metadata in METADATA.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=ending, dpi=200, metadata=metadata)
             target = path.with_suffix(f".{ending}")
@@ -373,3 +434,12 @@ def save(figure: Figure, path: Path) -> list[Path]:
             written.append(target)
     plt.close(figure)
     return written
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, the bytes that `save` writes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(RC):
+        figure.savefig(buffer, format="svg", dpi=200, metadata=METADATA["svg"])
+    plt.close(figure)
+    return buffer.getvalue().decode("utf-8")

@@ -33,7 +33,7 @@ def synthetic(arms=tuple(figures.STYLES)):
 def test_figure_1_has_the_same_bytes_twice(tmp_path):
     for folder in ("a", "b"):
         figures.save(figures.figure1(synthetic(), PUBLISHED), tmp_path / folder / "figure1")
-    for ending in ("svg", "png"):
+    for ending in ("svg", "png", "pdf"):
         first = (tmp_path / "a" / f"figure1.{ending}").read_bytes()
         assert first == (tmp_path / "b" / f"figure1.{ending}").read_bytes() and len(first) > 1000
     svg = (tmp_path / "a" / "figure1.svg").read_text()
@@ -56,7 +56,7 @@ def test_drawing_does_not_change_the_artifact():
 
 
 def test_figure_1_names_every_arm_the_band_and_the_probes(tmp_path):
-    svg, _ = figures.save(figures.figure1(synthetic(), PUBLISHED), tmp_path / "figure1")
+    svg, *_ = figures.save(figures.figure1(synthetic(), PUBLISHED), tmp_path / "figure1")
     text = svg.read_text()
     for label in [*(style["label"] for style in figures.STYLES.values()), *figures.PROBE_TITLES.values(),
                   "published band", "P = 256"]:
@@ -75,7 +75,7 @@ def test_every_interval_lies_inside_the_axes():
 
 
 def test_a_run_without_some_arm_is_drawn(tmp_path):
-    svg, _ = figures.save(figures.figure1(synthetic(arms=("bare",)), PUBLISHED), tmp_path / "figure1")
+    svg, *_ = figures.save(figures.figure1(synthetic(arms=("bare",)), PUBLISHED), tmp_path / "figure1")
     assert "noise floor" not in svg.read_text()
 
 
@@ -91,7 +91,7 @@ def test_values_without_an_interval_are_drawn_as_bare_points(tmp_path, value):
             line, _, (bars,) = container
             assert list(line.get_ydata()) == [value] * 3
             assert all(low[1] == high[1] == value for low, high in bars.get_segments())
-    assert len(figures.save(figure, tmp_path / "figure1")) == 2
+    assert len(figures.save(figure, tmp_path / "figure1")) == 3
 
 
 def test_intervals_reach_from_bound_to_bound():
@@ -104,7 +104,7 @@ def test_intervals_reach_from_bound_to_bound():
 def test_a_run_with_one_probe_and_one_offset_is_drawn(tmp_path):
     artifact = synthetic()
     artifact["rows"] = [row for row in artifact["rows"] if row["probe"] == "query" and row["offset"] == 64]
-    svg, _ = figures.save(figures.figure1(artifact, PUBLISHED), tmp_path / "figure1")
+    svg, *_ = figures.save(figures.figure1(artifact, PUBLISHED), tmp_path / "figure1")
     text = svg.read_text()
     assert figures.PROBE_TITLES["query"] in text and figures.PROBE_TITLES["block_end"] not in text
     assert "P = 256" not in text, "an offset that was not measured has no place on the axis"
@@ -142,9 +142,9 @@ def test_repair_figures_of_one_row_and_of_nothing_measured_are_drawn(name, tmp_p
     make, draw = REPAIR_FIGURES[name]
     made = make(depths=(256,))
     made["rows"] = made["rows"][:1]
-    assert len(figures.save(draw(made), tmp_path / "one")) == 2
+    assert len(figures.save(draw(made), tmp_path / "one")) == 3
     made["rows"][0] |= {"dkl_nats": None, "speedup": None}
-    assert len(figures.save(draw(made), tmp_path / "none")) == 2
+    assert len(figures.save(draw(made), tmp_path / "none")) == 3
 
 
 def test_figure_4_draws_schedules_published_markers_and_the_best_others():
@@ -310,7 +310,7 @@ def test_figure_5_tells_of_a_system_that_overflows_everywhere():
 def test_figure_5_of_one_row_and_of_nothing_measured_is_drawn(tmp_path):
     made = routing_artifacts.accuracy(sizes=(10,))
     made["rows"] = made["rows"][:1]
-    assert len(figures.save(figures.figure5(made, PUBLISHED), tmp_path / "one")) == 2
+    assert len(figures.save(figures.figure5(made, PUBLISHED), tmp_path / "one")) == 3
     made["rows"][0]["accuracy"] = None
     assert "0 queries" in figures.save(figures.figure5(made, PUBLISHED), tmp_path / "none")[0].read_text()
 

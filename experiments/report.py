@@ -1,0 +1,24 @@
+"""The report of a run, and the one over all committed runs, written from artifacts. Loads no model."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from nexus import report
+from nexus.config import ROOT, Config
+from nexus.pipeline import experiment_main
+
+NAME = "report"
+COMMITTED_PROFILE = "full"
+
+
+def run(cfg: Config, out: Path) -> Path:
+    """Path of `<out>/report.html`. A run of a model of conf/model with the full profile is in results/report.html, too."""
+    path = report.write([report.load(out)], out / report.NAME, out.name)
+    results = ROOT / cfg.results_folder
+    if cfg.profile_name == COMMITTED_PROFILE and out == results / cfg.model.name:
+        report.write(report.committed(results), results / report.NAME, "all committed runs")
+    return path
+
+
+if __name__ == "__main__":
+    experiment_main(NAME, run)

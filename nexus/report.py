@@ -1,0 +1,148 @@
+"""`report.html`: everything that a run, or all committed runs, measured, in one page that needs nothing else.
+
+Written from artifacts and `results/published.json`; no model is loaded. Equal artifacts give equal bytes.
+"""
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nexus import artifact as stored_form
+from nexus import tables
+from nexus.canonical import write_atomically
+from nexus.claims import claims
+from nexus.config import CONF, ROOT, Config, ConfigError, compose, validate
+from nexus.verdicts import Verdict, judge
+
+NAME = "report.html"
+# What a run that does not go through DVC leaves: its configuration, and why it skipped an experiment.
+PARAMS, SKIPPED = "params.yaml", "skipped.json"
+PYTHON = ".venv/bin/python"
+
+
+class ReportError(RuntimeError):
+    """There is nothing to report; the message says what to run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The artifacts of one folder below results/, by experiment, and why others are not there."""
+
+    name: str
+    folder: Path
+    artifacts: Mapping[str, Mapping[str, Any]]
+    lacking: Mapping[str, str]
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """The command that makes an experiment's artifact as it is, by experiment."""
+
+    @property
+    def model(self) -> str:
+        """The model under test; '' where nothing is measured."""
+        return next((artifact["tuple"]["model"] for artifact in self.artifacts.values()), "")
+
+    def verdicts(self) -> list[Verdict]:
+        """One per published claim."""
+        published = tables.published()
+        return [judge(claim, self.artifacts, published, self.lacking) for claim in claims()]
+
+
+def load(folder: Path) -> Run:
+    """The run in `folder`. A broken artifact counts as lacking. Raises ReportError where there is none at all."""
+    artifacts, lacking = {}, {}
+    skipped = _skipped(folder)
+    for experiment in stored_form.experiments():
+        path = stored_form.path_of(experiment, folder)
+        try:
+            artifacts[experiment] = stored_form.read(path)
+        except FileNotFoundError:
+            reason = skipped.get(experiment)
+            lacking[experiment] = f"skipped: {reason}" if reason else "not measured in this run"
+        except stored_form.ArtifactError as error:
+            lacking[experiment] = f"not readable: {error}"
+    if not artifacts:
+        raise ReportError(f"{folder}: no artifact to report; make some with: make repro")
+    commands = {name: command(name, artifact, folder) for name, artifact in artifacts.items()}
+    return Run(folder.name, folder, artifacts, lacking, commands)
+
+
+def committed(results: Path) -> list[Run]:
+    """The runs of models of `conf/model` under the full profile, the default model's first. Raises ReportError."""
+    default = validate(compose()).model.name
+    models = sorted((path.stem for path in (CONF / "model").glob("*.yaml")), key=lambda name: (name != default, name))
+    runs = [load(folder) for name in models if has_artifacts(folder := results / name)]
+    if not runs:
+        raise ReportError(f"{results}: no full run of a model of conf/model; make one with: make repro PROFILE=full")
+    return runs
+
+
+def has_artifacts(folder: Path) -> bool:
+    """Whether any artifact is in the folder, readable or not."""
+    return any(stored_form.path_of(experiment, folder).is_file() for experiment in stored_form.experiments())
+
+
+def write(runs: Sequence[Run], path: Path, about: str) -> Path:
+    """`path`, after the page about these runs is there; `about` names them in the title."""
+    from nexus import report_page
+
+    write_atomically(path, report_page.render(runs, about))
+    return path
+
+
+def command(experiment: str, artifact: Mapping[str, Any], folder: Path) -> str:
+    """The command that measures the artifact again.
+
+    Of several configurations in conf/ the one whose hash the artifact states; where none has it, the model's, with a
+    remark that its configuration is another one by now.
+    """
+    if (folder / PARAMS).is_file():
+        place = _shown(folder / PARAMS)
+        return shlex.join([PYTHON, "-m", "nexus", "stage", experiment, "--params", place, "--run", folder.name])
+    model = artifact["tuple"]["model"]
+    plain, named = (f"model={model}",), (f"model={model}", f"profile={_profile(folder.name)}")
+    special = [(f"+experiment={path.stem}",) for path in sorted((CONF / "experiment").glob("*.yaml"))]
+    fitting = next((overrides for overrides in (plain, named, *special)
+                    if _config_sha256(experiment, overrides) == artifact["config_sha256"]), None)
+    text = shlex.join([PYTHON, "-m", f"experiments.{experiment}", *(fitting or named)])
+    return text if fitting else f"{text}   # the configuration has changed since"
+
+
+def machines(runs: Iterable[Run]) -> list[str]:
+    """The CPUs that measured, each once."""
+    artifacts = [artifact for run in runs for artifact in run.artifacts.values()]
+    return sorted({artifact["provenance"].get("cpu") or "an unknown CPU" for artifact in artifacts})
+
+
+@cache
+def _config_sha256(experiment: str, overrides: tuple[str, ...]) -> str | None:
+    try:
+        return _composed(overrides).sha256(experiment)
+    except ConfigError:
+        # A model that is no file of conf/model.
+        return None
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return validate(compose(overrides))
+
+
+def _profile(run_name: str) -> str:
+    """Any profile but `full` is part of the run's name."""
+    ending = run_name.rpartition(".")[2]
+    return ending if (CONF / "profile" / f"{ending}.yaml").is_file() else "full"
+
+
+def _skipped(folder: Path) -> dict[str, str]:
+    try:
+        return json.loads((folder / SKIPPED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
