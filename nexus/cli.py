@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("--all", action="store_true", help="show every option that was measured")
     advise.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
+    report = command("report", _report, "write report.html of all committed runs, or of one run, from their artifacts")
+    report.add_argument("run", nargs="?", metavar="RUN", help="a folder below results/ (default: all committed runs)")
+
     command("doctor", _doctor, "check this machine and installation, and say how to mend what is wrong")
 
     params = command("params", _params, "write params.yaml, the composition of conf/'s defaults")
@@ -194,6 +197,18 @@ def _advise(args: argparse.Namespace) -> int:
     from nexus.reproduce import overrides_for
 
     return advise_command.run(args, validate(compose(overrides_for(_model_name(args.model), args.profile))))
+
+
+def _report(args: argparse.Namespace) -> None:
+    from nexus import report
+    from nexus.config import ROOT, compose, validate
+
+    results = ROOT / validate(compose()).results_folder
+    if args.run is None:
+        print(report.write(report.committed(results), results / report.NAME, "all committed runs"))
+    else:
+        run = report.load(results / args.run)
+        print(report.write([run], run.folder / report.NAME, run.name))
 
 
 def _doctor(args: argparse.Namespace) -> int:
