@@ -165,8 +165,8 @@ def fit(values: dict[str, Any], own: OwnTuple, facts: ModelFacts) -> tuple[dict[
         skipped |= dict.fromkeys(ANSWERING, reason)
         resize("routing_accuracy_n250", "baselines", [])
     if own.queries is not None and own.registry is not None:
-        skipped["sidecar_accuracy"] = ("its cases are for the tools of conf/registry's servers, and need a conversation "
-                                       "each; your queries have none")
+        skipped.setdefault("sidecar_accuracy", "its cases are for the tools of conf/registry's servers, and need a "
+                                               "conversation each; your queries have none")
     elif own.queries is not None:
         changed.append("routing_accuracy_n250 asks your queries; thresholds and arguments are the project's")
 
