@@ -37,7 +37,7 @@ PREFILLED = (FULL, FLOOR, GROUP)
 START, SYSTEM = "start", "system"
 REMINDER = "Answer only with the call of one tool, in this form:"
 # Queries stand in sequences from ASK on, at most so many at once.
-MOST_CASES = 8
+MOST_CASES = 6
 CONTEXT, WORK, ASK = 0, 1, 2
 
 
