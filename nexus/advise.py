@@ -241,7 +241,7 @@ def _option(series: Series, every: Sequence[Series], n_tools: int, depth: int, t
 
 def _reference(point: Point, series: Series, every: Sequence[Series]) -> Point | None:
     """What was asked the same: the model that has every tool in full, else the most accurate that is shown."""
-    peers = [(other, p) for other in every if other.experiment == series.experiment and other.measures == series.measures
+    peers = [(other, p) for other in every if (other.experiment, other.measures) == (series.experiment, series.measures)
              for p in other.points if p.queries == point.queries and p.accuracy is not None]
     full = [p for other, p in peers if other.reference]
     return full[0] if full else max((p for other, p in peers if other.shown), key=lambda p: p.accuracy.value,
@@ -312,9 +312,9 @@ def _remarks(advised: Option | None, options: Sequence[Option], found: Mapping[s
         told.append("a router reads the query alone; queries that need the conversation were not among those measured")
         first = next((c for c in costs if c.experiment == "sidecar_accuracy"), None)
         if first:
-            told.append(f"routing gives a tool and no arguments: their first token comes "
-                        f"{first.value.value:.0f} ms later, once the model has read the tool's signature; in context "
-                        "they follow the name in the same sequence")
+            told.append(f"routing gives a tool and no arguments: the first of them comes {first.value.value:.0f} ms "
+                        f"later, {advised.ttft_ms.value + first.value.value:.0f} ms in all, once the model has read the "
+                        "tool's signature; in context they follow the name in the same sequence")
     if advised.kind == PREFIX:
         told.append("that is its time where the prefix is resident; where tools change, all behind it is decoded again")
     if advised.no_call is not None and advised.no_call.value > 0:

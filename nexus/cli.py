@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("--registry", type=Path, metavar="FILE", help="JSON file of the tools")
     advise.add_argument("--tools", type=_positive, metavar="T",
                         help="how many tools the agent has (as many as the registry)")
-    advise.add_argument("--depth", type=_count, required=True, metavar="N", help="tokens of conversation in the context")
+    advise.add_argument("--depth", type=_count, required=True, metavar="N", help="tokens of the conversation so far")
     advise.add_argument("--reading", choices=("automaton", "free"), default="automaton",
                         help="how a tool is named in context: under the automaton of names (default), or freely")
     advise.add_argument("--all", action="store_true", help="show every option that was measured")

@@ -207,6 +207,11 @@ def test_remarks_tell_what_the_numbers_do_not():
     alone = advised({"routing_accuracy_n250": routing({("toy", 5): 0.9})})
     assert any("choosing from spliced tools was not measured" in remark for remark in alone.remarks)
     assert any("reads the query alone" in remark for remark in alone.remarks)
+    sidecar = measured("sidecar_accuracy", [{"metric": "first_argument_signature_ms", "value": times(300.0)},
+                                            {"metric": "turn_ms", "value": times(900.0)}], [])
+    with_arguments = advised({"routing_accuracy_n250": routing({("toy", 5): 0.9}), "sidecar_accuracy": sidecar})
+    assert any("comes 300 ms later, 310 ms in all" in remark for remark in with_arguments.remarks)
+    assert [cost.value.value for cost in with_arguments.costs] == [300.0]
 
 
 def test_the_reading_changes_what_is_equal():

@@ -1,4 +1,4 @@
-"""Resident blocks may be moved as often as an agent likes: keys stay one rounding from exact, and ten cost ten times one.
+"""Resident blocks may be moved as often as one likes: keys stay one rounding from exact, and ten cost ten times one.
 
 Keys of a resident block are always rotated from the F16 originals in the arena, so that a move begins where the block
 was compiled and not where it was last. The control re-anchors what the last move left, and drifts.
