@@ -40,8 +40,8 @@ def render(runs: Sequence[Run], about: str) -> str:
     content = [
         "<header>", f"<h1>{escape(title)}</h1>",
         "<p>Can a precompiled block of keys and values be moved to another place in the context, and what does it cost "
-        "to make that faithful? Can the choice of a tool avoid the context altogether? Every published claim is tested on "
-        f"the artifacts of {len(runs)} run{'s' * (len(runs) > 1)}, measured on {escape(', '.join(machines(runs)))}. "
+        "to make that faithful? Can the choice of a tool avoid the context altogether? Every published claim is tested "
+        f"on the artifacts of {len(runs)} run{'s' * (len(runs) > 1)}, measured on {escape(', '.join(machines(runs)))}. "
         "Published numbers are of a 14B model on other hardware.</p>", "</header>", "<main>",
         _overview(runs, judged), _tabs(runs, judged), _mechanisms(), "</main>"]
     return html_page.page(title, STYLE.read_text(encoding="utf-8") + _switches(len(runs)), "\n".join(content))
@@ -167,12 +167,12 @@ CAPTIONS = {
                 "published start of repair."),
     "figure2": ("Figure 2: the way of a request",
                 "Routing by retrieval (solid) reads the query and the registry alone: query, embedding, INT8 scan, "
-                "margin gate, cross-encoder below τ, tool, arguments from a signature. Placing a compiled block (dashed) "
-                "depends on the depth: up to P tokens it is spliced bare, beyond R(n) of it is decoded again."),
+                "margin gate, cross-encoder below τ, tool, arguments from a signature. Placing a compiled block "
+                "(dashed) depends on the depth: up to P tokens it is spliced bare, beyond R(n) of it is decoded again."),
     "figure3": ("Figure 3: from a block file into the cache",
                 "The header is compared with the live model; keys are rotated pair by pair from where they were "
-                "compiled to where they go, values are copied as rows or transposed; then the last ⌈S·R/100⌉ tokens are "
-                "decoded again, which is the published repair."),
+                "compiled to where they go, values are copied as rows or transposed; then the last ⌈S·R/100⌉ tokens "
+                "are decoded again, which is the published repair."),
     "figure4": ("Figure 4: speed-up over a prefill against depth",
                 "Medians with intervals: the published schedule cold (with the published numbers) and warm, beside the "
                 "best other arms."),
