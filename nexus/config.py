@@ -672,7 +672,9 @@ def _problem(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key{_did_you_mean(key, _known_keys(Config))}"
     if problem["type"] == "missing":
-        return f"{key}: missing; it is in conf/config.yaml or in the chosen conf/{key.split('.')[0]}"
+        group = key.split(".")[0]
+        place = f"the chosen file of conf/{group}" if (CONF / group).is_dir() else "conf/config.yaml"
+        return f"{key}: missing; it is in {place}, and `make params` writes params.yaml anew"
     if not key:
         return reason
     return f"{key}: {problem['input']!r} is not allowed; {reason[0].lower()}{reason[1:]}"

@@ -270,7 +270,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "an input is nested too deeply; make it flatter"
     if not ours and isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
-        return f"{error.filename}: {error.strerror}; {REMEDIES[error.errno]}"
+        # Of a file that was to be replaced, not of what was to replace it.
+        return f"{error.filename2 or error.filename}: {error.strerror}; {REMEDIES[error.errno]}"
     return text if ours else f"{type(error).__name__}: {text.splitlines()[0]}"
 
 

@@ -215,6 +215,7 @@ def test_error_lines():
     assert one_line(ConfigError("seed: wrong")) == "seed: wrong"
     assert one_line(OSError("disk\nfull")) == "OSError: disk"
     assert one_line(FileNotFoundError(errno.ENOENT, "No such file", "/x")) == "/x: No such file; check the path"
+    assert one_line(IsADirectoryError(errno.EISDIR, "Is a directory", "/.x.tmp", None, "/x")).startswith("/x: Is a dir")
     assert one_line(OSError(errno.EIO, "Input/output error", "/x")) == "OSError: [Errno 5] Input/output error: '/x'"
     assert one_line(RecursionError("depth")) == "an input is nested too deeply; make it flatter"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
