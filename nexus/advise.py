@@ -20,11 +20,11 @@ LEAST_PAIRS = 30
 MOST_LOSS = 0.05
 SIGNIFICANCE = 0.05
 RULE = (
-    f"Equal accuracy: on the same queries, at least {LEAST_PAIRS} of them, at most {100 * MOST_LOSS:g} points less often "
-    "right than the model that has every tool in full (where that does not fit: than the best of the same experiment), "
-    f"and not shown to be worse (McNemar, exact, p ≥ {SIGNIFICANCE:g}; without samples: an interval that reaches the "
-    "other's value); between two points at both of them. Where queries differ, moreover: an interval that is not wholly "
-    "below that of the most accurate way. Of those that pass, the fastest by its value."
+    f"Equal accuracy: on the same queries, at least {LEAST_PAIRS} of them, at most {100 * MOST_LOSS:g} points less "
+    "often right than the model that has every tool in full (where that does not fit: than the best of the same "
+    f"experiment), and not shown to be worse (McNemar, exact, p ≥ {SIGNIFICANCE:g}; without samples: an interval that "
+    "reaches the other's value); between two points at both of them. Where queries differ, moreover: an interval that "
+    "is not wholly below that of the most accurate way. Of those that pass, the fastest by its value."
 )
 
 
@@ -125,14 +125,15 @@ def advise(found: Mapping[str, Measured], n_tools: int, depth: int, tokens: Toke
     """The advice for `n_tools` tools behind a conversation of `depth` tokens, from artifacts by experiment.
 
     machine   this machine's CPU, as `nexus.provenance.cpu_model` names it
-    reading   which of the two readings of experiments/spliced_choice.py counts
+    reading   which of the two readings of experiments/spliced_choice.py counts; with a single tool it is "free"
 
     Raises AdviceError for numbers below the smallest that make sense, and where no artifact tells of any option.
     """
     for name, value, least in (("--tools", n_tools, 1), ("--depth", depth, 0)):
         if value < least:
             raise AdviceError(f"{name} is {value}; give a number from {least} on")
-    every = series_of(found, reading)
+    # A single tool leaves the automaton nothing to choose.
+    every = series_of(found, "free" if n_tools == 1 else reading)
     if not any(series.shown for series in every):
         raise AdviceError(f"none of {', '.join(found) or 'no artifact'} tells what tools cost this model")
     options = [_option(series, every, n_tools, depth, tokens, machine) for series in every if series.shown]
@@ -301,6 +302,8 @@ def _remarks(advised: Option | None, options: Sequence[Option], found: Mapping[s
              costs: Sequence[Cost]) -> list[str]:
     told = []
     within = [o for o in options if o.within]
+    if any(o.experiment == "spliced_choice" and o.at[0][0] == 1 for o in within):
+        told.append("with a single tool the automaton has nothing to choose: accuracies are of free generation")
     if "spliced_choice" not in found:
         told.append("choosing from spliced tools was not measured for this model: splicing is known by the time and "
                     "fidelity of one tool only")
@@ -313,7 +316,7 @@ def _remarks(advised: Option | None, options: Sequence[Option], found: Mapping[s
         first = next((c for c in costs if c.experiment == "sidecar_accuracy"), None)
         if first:
             told.append(f"routing gives a tool and no arguments: the first of them comes {first.value.value:.0f} ms "
-                        f"later, {advised.ttft_ms.value + first.value.value:.0f} ms in all, once the model has read the "
+                        f"later, {advised.ttft_ms.value + first.value.value:.0f} ms in all, once the model read the "
                         "tool's signature; in context they follow the name in the same sequence")
     if advised.kind == PREFIX:
         told.append("that is its time where the prefix is resident; where tools change, all behind it is decoded again")
@@ -352,7 +355,8 @@ def _costs(found: Mapping[str, Measured], n_tools: int, depth: int, tokens: Toke
         {row["n_tokens"]: estimate(row["copy_us"]) for row in rows(
             "l0_radix", lambda row: row["part"] == "copy" and row["n_tokens"] is not None)}, prefix)
     whole = [("requests of simulated agents that a cache of prefixes answers", "%", "l0_radix", 100.0, [
-                row["hit_rate"] for row in rows("l0_radix", lambda row: (row["part"], row["arm"]) == ("trace", "nexus"))]),
+                row["hit_rate"] for row in rows(
+                    "l0_radix", lambda row: (row["part"], row["arm"]) == ("trace", "nexus"))]),
              ("time to the first token without that cache, over the time with it", "×", "l0_radix", 1.0, [
                 row["speedup_vs_none"] for row in rows(
                     "l0_radix", lambda row: (row["part"], row["arm"]) == ("ttft", "nexus"))]),

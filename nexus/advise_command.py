@@ -62,7 +62,8 @@ def measured(spec: ModelSpec, out: Path) -> tuple[dict[str, Measured], list[str]
         if artifact["tuple"]["model_sha256"] != sha256:
             left_out.append(f"left out: {path} is of other weights than {spec.name}'s ({str(sha256)[:12]}…)")
             continue
-        found[experiment] = Measured(artifact, stored_form.read_samples(path))
+        # Costs need no samples, and theirs are many.
+        found[experiment] = Measured(artifact, stored_form.read_samples(path) if experiment in READERS else [])
     if not found.keys() & READERS.keys():
         told = "\n".join([f"nothing was measured for {spec.name}; measure it with:  make repro "
                           f"MODEL={spec.path or spec.name}", *left_out])

@@ -208,7 +208,9 @@ def _facts(found: Measured) -> dict[str, Any]:
 
 
 def _lengths(samples: Iterable[Row]) -> tuple[int, int] | None:
+    """Fewest and most tokens of a tool, or of the tools of a set by their mean."""
     lengths = [s["block_tokens"] for s in samples if s.get("block_tokens") is not None]
+    lengths += [round(s["tools_tokens"] / s["n_tools"]) for s in samples if s.get("tools_tokens") is not None]
     return (min(lengths), max(lengths)) if lengths else None
 
 

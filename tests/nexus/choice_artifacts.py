@@ -39,12 +39,15 @@ def spliced_choice(accuracies: dict, ttft_ms: dict | None = None, free: dict | N
     read = {("automaton", key): (value, None) for key, value in accuracies.items()}
     read |= {("free", key): told for key, told in (free or {}).items()}
     for (reading, (arm, n_tools, depth)), (value, silent) in read.items():
-        keys = {"arm": arm, "n_tools": n_tools, "depth": depth, "compiled_behind": behind, "reading": reading}
+        keys = {"arm": arm, "n_tools": n_tools, "depth": depth, "reading": reading,
+                "compiled_behind": None if arm in ("full", "group", "noise_floor") else behind}
         time = ttft_ms.get((arm, n_tools, depth), 100.0)
         rows.append({**keys, "accuracy": share(value, n), "no_call_rate": None if silent is None else share(silent, n),
                      "ttft_ms": times(time, n)})
-        samples += [{**keys, "case": f"case-{i}", "correct": right, "no_call": None, "ttft_ms": time}
+        samples += [{**keys, "part": "choice", "case": f"case-{i}", "correct": right, "no_call": False}
                     for i, right in enumerate(answers(value, n, arm in wrong_first))]
+        samples.append({key: keys[key] for key in ("arm", "n_tools", "depth", "compiled_behind")}
+                       | {"part": "time", "ttft_ms": time})
     return measured("spliced_choice", rows, samples)
 
 

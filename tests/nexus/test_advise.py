@@ -221,11 +221,19 @@ def test_the_reading_changes_what_is_equal():
     assert advised(found, reading="free").advised.kind == PREFILL
 
 
+def test_one_tool_is_read_as_generated_freely():
+    found = choice({("full", 5, 256): 0.9}, free={("full", 1, 256): (0.8, 0.2), ("bare", 1, 256): (0.8, 0.1)})
+    advice = advised(found, n_tools=1)
+    assert advice.advised.basis == MEASURED and advice.advised.accuracy.value == pytest.approx(0.8)
+    assert any("accuracies are of free generation" in remark for remark in advice.remarks)
+
+
 def test_tools_of_another_length_than_measured_are_remarked():
     found = choice({("full", 5, 256): 0.9})
     found["spliced_choice"].samples[0]["block_tokens"] = 300
     assert "measured with tools of 300 to 300 tokens; yours have 120" in advised(found).options[0].remarks[0]
-    found["spliced_choice"].samples[1]["block_tokens"] = 90
+    # Of five tools together: 90 tokens each.
+    found["spliced_choice"].samples[1]["tools_tokens"] = 450
     assert advised(found).options[0].remarks == ()
 
 

@@ -103,6 +103,23 @@ def test_advice_as_json(nexus, out, registry):
     assert told["tokens"]["total"] == 400 and told["measured_on"] == CPU
 
 
+def test_spliced_tools_are_read_from_their_artifact(nexus, out):
+    write_routing(out)
+    toy = spliced_choice({("full", 10, 256): 0.9, ("head-16", 10, 256): 0.9},
+                         {("full", 10, 256): 900.0, ("head-16", 10, 256): 8.0})
+    read = artifact.read(out / "routing_accuracy_n250.json")
+    artifact.write(out / "spliced_choice.json", experiment="spliced_choice", tuple_=read["tuple"],
+                   config=toy.artifact["config"], provenance=read["provenance"], rows=toy.artifact["rows"],
+                   samples=toy.samples)
+    status, said, errors = nexus("--tools", 10, "--depth", 256)
+    flat = " ".join(said.split())
+    assert status == 0 and "spliced_choice" not in errors
+    assert "Advice: splicing (head-16, compiled behind system) is fastest at equal accuracy; next is routing" in flat
+    assert "choosing from spliced tools was not measured" not in flat
+    told = json.loads(nexus("--tools", 10, "--depth", 256, "--json")[1])
+    assert told["advised"]["at"] == [[10, 256]] and told["advised"]["experiment"] == "spliced_choice"
+
+
 def test_more_tools_than_measured_are_no_advice(nexus, out):
     write_routing(out)
     status, said, _ = nexus("--tools", 11, "--depth", 0)
@@ -210,14 +227,11 @@ def test_a_users_own_file_is_told_by_its_hash(smollm2, tmp_path, capsys, monkeyp
     assert "local-mine: 10 tools" in capsys.readouterr().out
 
 
-def test_committed_runs_give_advice(capsys):
-    for model in ("qwen2.5-coder-0.5b", MODEL):
-        spec = validate(compose([f"model={model}"])).model
-        found, left_out = advise_command.measured(spec, ROOT / "results" / model)
-        assert {"deep_splice_ttft", "repair_frontier", "routing_accuracy_n250", "splice_cost",
-                "l0_radix"} <= found.keys()
-        assert all("spliced_choice" in reason for reason in left_out)
-        read = found["routing_accuracy_n250"].artifact
-        advice = advise(found, 10, 0, Tokens((150,), "toy"), read["provenance"]["cpu"])
-        assert advice.advised is not None and advice.advised.within and advice.costs
-        assert "Advice: " in as_text(advice, model, every=True)
+def test_a_committed_run_gives_advice():
+    found, left_out = advise_command.measured(SPEC, ROOT / "results" / MODEL)
+    assert {"deep_splice_ttft", "repair_frontier", "routing_accuracy_n250", "splice_cost", "l0_radix"} <= found.keys()
+    assert all("spliced_choice" in reason for reason in left_out)
+    read = found["routing_accuracy_n250"].artifact
+    advice = advise(found, 10, 0, Tokens((150,), "toy"), read["provenance"]["cpu"])
+    assert advice.advised is not None and advice.advised.within and advice.costs
+    assert "Advice: " in as_text(advice, MODEL, every=True)

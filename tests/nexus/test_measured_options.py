@@ -1,6 +1,7 @@
 """What artifacts say about ways to offer tools: points, queries that pair them, and what is no option."""
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nexus.measured_options import CHOICE, FIDELITY, READERS, Measured, block_le
 RUNS = [ROOT / "results" / name for name in ("qwen2.5-coder-0.5b", "smollm2-135m", "qwen2.5-coder-1.5b")]
 
 
+@cache
 def committed(out: Path) -> dict[str, Measured]:
     """The artifacts of a committed run that options are read from."""
     paths = {name: artifact.path_of(name, out) for name in READERS if name in artifact.experiments()}
