@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from choice_artifacts import measured, routing, spliced_choice
 
+from experiments import rows
 from experiments.deep_splice_ttft import GROUP_TOOLS
-from nexus import artifact, measured_options
+from nexus import artifact, measured_options, stats
 from nexus.config import ROOT
 from nexus.measured_options import CHOICE, FIDELITY, READERS, Measured, block_lengths, estimate, series_of
 
@@ -91,3 +92,25 @@ def test_fidelity_of_one_tool_is_not_called_a_choice():
     for each in series_of(committed(RUNS[0])):
         one_tool = each.experiment in ("deep_splice_ttft", "repair_frontier")
         assert each.measures == (FIDELITY if one_tool else CHOICE)
+
+
+def test_rows_of_the_experiment_are_read_as_they_are_written():
+    """Samples in the experiment's own form, summarised by its own rows."""
+    samples = []
+    for arm, behind, n_right in (("full", None, 50), ("group", None, 48), ("head-16", "start", 45)):
+        point = {"arm": arm, "n_tools": 5, "depth": 256, "compiled_behind": behind, "set": 0}
+        samples += [{**point, "part": "choice", "reading": reading, "case": f"case-{i}", "correct": i < n_right,
+                     "no_call": i == 59, "unknown_tool": False, "tools_tokens": 600, "recomputed": 80,
+                     "dkl_nats": 0.1 * i, "top1": True} for i in range(60) for reading in ("automaton", "free")]
+        samples += [{**point, "part": "time", "trial": trial, "ttft_ms": 300.0 + trial, "place_ms": None,
+                     "recomputed": 80, "tools_tokens": 600} for trial in range(5)]
+    table = [{key: item.row() if isinstance(item, stats.Estimate) else item for key, item in row.items()}
+             for row in rows.spliced_choice(samples, 0, 0.95)]
+    found = series_of({"spliced_choice": measured("spliced_choice", table, samples)})
+    assert [(s.name, s.kind) for s in found] == [
+        ("full", measured_options.PREFILL), ("group", measured_options.PREFIX),
+        ("head-16, compiled behind start", measured_options.SPLICING)]
+    for series, n_right in zip(found, (50, 48, 45)):
+        [point] = series.points
+        assert sum(point.right.values()) == n_right and len(point.right) == 60 and point.ttft_ms.value == 302
+        assert point.no_call.value == pytest.approx(1 / 60) and series.tool_tokens == (120, 120)
