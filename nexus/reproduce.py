@@ -181,6 +181,7 @@ def _run_stages(plan: Sequence[Stage], params: Path, out: Path, skipped: dict[st
                     skipped[name] = reason.read_text(encoding="utf-8")
             if name in skipped:
                 print(f"{name}: skipped: {skipped[name]}", flush=True)
+                stage_times.pass_over(out.name, name)
                 # An earlier run of other files may have left some.
                 for path in stage.outs:
                     (ROOT / path).unlink(missing_ok=True)

@@ -54,6 +54,13 @@ def test_a_stage_that_goes_on_keeps_its_longest_time_and_a_failed_one_has_none()
     assert stage_times.load("run").seconds == {"a": 100.0}
 
 
+def test_a_stage_that_is_skipped_is_no_longer_waited_for():
+    stage_times.begin("run", ["a", "b"], [], {"a": 5.0, "b": 60.0})
+    stage_times.pass_over("run", "b")
+    stage_times.pass_over("run", "other")
+    assert stage_times.load("run").done == ["b"] and stage_times.load("run").left() == 5
+
+
 def test_a_stage_by_hand_without_a_run_leaves_no_trace(folder):
     with stage_times.timed(None, "a"):
         pass
