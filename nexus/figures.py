@@ -40,6 +40,14 @@ OTHER_STYLES = (
     {"color": "#000000", "marker": "*", "linestyle": (0, (1, 3))},
     {"color": "#882255", "marker": "X", "linestyle": (0, (6, 2, 2, 2))},
 )
+# Behind the two above, where there are more arms than they have styles.
+MORE_STYLES = (
+    {"color": "#117733", "marker": "<", "linestyle": (0, (2, 4))},
+    {"color": "#AA4499", "marker": ">", "linestyle": "-"},
+    {"color": "#999933", "marker": "h", "linestyle": "--"}, {"color": "#332288", "marker": "d", "linestyle": "-."},
+    {"color": "#CC6677", "marker": "8", "linestyle": ":"}, {"color": "#44AA99", "marker": "H", "linestyle": "-"},
+)
+ALL_STYLES = (*CURVE_STYLES, *OTHER_STYLES, *MORE_STYLES)
 FAMILY_STYLES = {
     "none": {"color": "#000000", "marker": "*"}, "head": {"color": "#0072B2", "marker": "o"},
     "suffix": {"color": "#D55E00", "marker": "s"}, "head+suffix": {"color": "#CC79A7", "marker": "D"},
@@ -266,49 +274,63 @@ def figure5(artifact: dict, published: dict) -> Figure:
 
 
 def spliced_choice(artifact: dict) -> Figure:
-    """Right tool chosen against the time to the first token; a row of panels per reading, a column per depth."""
-    rows = artifact["rows"]
+    """Right tool chosen from spliced tools, and what it costs.
+
+    Above against the time to the first token, a panel per reading for one number of tools at one depth; below, arms
+    that are measured at other points, too, against the number of tools and against the depth.
+    """
+    rows, middle = artifact["rows"], artifact["config"]["spliced_choice"]
+    n_tools, depth = middle["at_n_tools"], middle["at_depth"]
     readings = [reading for reading in READING_TITLES if at(rows, reading=reading)]
-    depths = sorted(depth for (depth,) in distinct(rows, "depth"))
-    marks = ({"color": style["color"], "marker": style["marker"]} for style in cycle((*CURVE_STYLES, *OTHER_STYLES)))
-    # The prefill is what the others are compared with: a line of its own across each panel.
-    styles = dict(zip((arm for (arm,) in distinct(rows, "arm") if arm != "full"), marks))
-    behind = [name for (name,) in distinct(rows, "compiled_behind") if name is not None]
-    fills = dict(zip(behind, cycle(FILLS)))
+    styles = dict(zip((arm for (arm,) in distinct(rows, "arm")), cycle(ALL_STYLES)))
+    fills = dict(zip((name for (name,) in distinct(rows, "compiled_behind") if name is not None), cycle(FILLS)))
     handles = {}
     with matplotlib.rc_context(RC):
-        figure, panels = plt.subplots(len(readings), len(depths), squeeze=False, sharey=True, sharex=True,
-                                      figsize=(max(8.5, 4.2 * len(depths)), 3.4 * len(readings) + 1.8))
-        for line, reading in zip(panels, readings):
-            for panel, depth in zip(line, depths):
-                here = at(rows, reading=reading, depth=depth)
-                for row in at(here, arm="full"):
-                    low, high = _ends(_in_percent(row["accuracy"]))
-                    panel.axhspan(low, high, color="#DDDDDD", linewidth=0, zorder=0)
-                    handles["full prefill, with its interval"] = panel.axhline(100 * row["accuracy"]["value"],
-                                                                               color="#333333", linewidth=1)
-                for row in here:
-                    if row["arm"] in styles and None not in (value_of(row["accuracy"]), value_of(row["ttft_ms"])):
-                        _choice_point(panel, row, styles[row["arm"]] | {
-                            "fillstyle": fills.get(row["compiled_behind"], "full")})
-                for row in at(here, arm="full"):
-                    if value_of(row["ttft_ms"]) is not None:
-                        handles["full prefill"] = _choice_point(panel, row, {"color": "#000000", "marker": ">"})
-                panel.set_title(f"{depth} tokens of conversation, {READING_TITLES[reading]}", loc="left", fontsize=9)
-                panel.grid(color="#EEEEEE", linewidth=0.5)
-                panel.set_axisbelow(True)
-            line[0].set_ylabel("right tool chosen, %")
-        panels[0][0].set_ylim(-2, 102)
-        _plain_log(panels[0][0].xaxis, "x")
-        for panel in panels[-1]:
+        figure, (above, below) = plt.subplots(2, 2, figsize=(10, 8.6), sharey=True)
+        for panel in above[len(readings):]:
+            panel.set_visible(False)
+        for panel, reading in zip(above, readings):
+            here = at(rows, reading=reading, n_tools=n_tools, depth=depth)
+            for row in at(here, arm="full"):
+                low, high = _ends(_in_percent(row["accuracy"]))
+                handles["interval of the full prefill"] = panel.axhspan(low, high, color="#E4E4E4", linewidth=0,
+                                                                        zorder=0)
+            for row in here:
+                if None not in (value_of(row["accuracy"]), value_of(row["ttft_ms"])):
+                    mark = {name: styles[row["arm"]][name] for name in ("color", "marker")}
+                    _choice_point(panel, row, mark | {"fillstyle": fills.get(row["compiled_behind"], "full")})
+            _plain_log(panel.xaxis, "x")
             panel.set_xlabel("time to the first token, ms")
-        handles |= {arm: Line2D([], [], linestyle="none", **style) for arm, style in styles.items()}
-        handles |= {f"compiled behind {name}": Line2D([], [], linestyle="none", color="#333333", marker="o",
-                                                      markerfacecoloralt="white", fillstyle=fill)
-                    for name, fill in fills.items()}
+            panel.set_title(f"{n_tools} tools behind {depth} tokens, {READING_TITLES[reading]}", loc="left", fontsize=9)
+        for panel, axis, others, label in ((below[0], "n_tools", {"depth": depth}, "tools in the context"),
+                                           (below[1], "depth", {"n_tools": n_tools}, "tokens before the tools")):
+            here = at(rows, reading=readings[0], **others)
+            places = {place: i for i, place in enumerate(sorted({row[axis] for row in here}))}
+            curves = [key for key in distinct(here, "arm", "compiled_behind")
+                      if len(at(here, arm=key[0], compiled_behind=key[1])) > 1]
+            for i, (arm, behind) in enumerate(curves):
+                cells = [row for row in sorted(at(here, arm=arm, compiled_behind=behind), key=lambda row: row[axis])
+                         if value_of(row["accuracy"]) is not None]
+                shift = 0.06 * (i - (len(curves) - 1) / 2)
+                xs, shares = zip(*((places[row[axis]] + shift, _in_percent(row["accuracy"])) for row in cells))
+                _curve(panel, xs, shares,
+                       styles[arm] | {"fillstyle": fills.get(behind, "full"), "markerfacecoloralt": "white"})
+            panel.set_xticks(range(len(places)), [str(place) for place in places])
+            panel.set_xlabel(label)
+            told = ", ".join(f"{value} {'tokens' if name == 'depth' else 'tools'}" for name, value in others.items())
+            panel.set_title(f"{told}, {READING_TITLES[readings[0]]}", loc="left", fontsize=9)
+        for panel in (*above, *below):
+            panel.grid(color="#EEEEEE", linewidth=0.5)
+            panel.set_axisbelow(True)
+        for panel in (above[0], below[0]):
+            panel.set_ylim(-2, 102)
+            panel.set_ylabel("right tool chosen, %")
+        handles |= {arm: Line2D([], [], **style) for arm, style in styles.items()}
+        handles |= {f"compiled behind {'nothing' if name == 'start' else name}":
+                    Line2D([], [], linestyle="none", color="#333333", marker="o", markerfacecoloralt="white",
+                           fillstyle=fill) for name, fill in fills.items()}
         n = max((row["accuracy"]["n"] for row in rows if row["accuracy"]), default=0)
-        tools = " and ".join(str(count) for (count,) in distinct(rows, "n_tools"))
-        figure.suptitle(f"Choosing among {tools} tools placed in the context: {artifact['tuple']['model']}, "
+        figure.suptitle(f"Choosing among tools that are placed in the context: {artifact['tuple']['model']}, "
                         f"{n} queries, {level_text(artifact)} intervals", fontsize=10, x=0.01, ha="left")
         _legend_below(figure, handles, ncols=4)
     return figure

@@ -12,6 +12,13 @@ from nexus import figures
 from nexus.config import ROOT, compose, validate
 from nexus.tables import MissingArtifact
 
+
+@pytest.fixture(autouse=True)
+def no_figure_is_left_open():
+    yield
+    figures.plt.close("all")
+
+
 PUBLISHED = json.loads((ROOT / "results" / "published.json").read_text())
 REPAIR_FIGURES = {
     "figure4": (repair_artifacts.ttft, lambda made: figures.figure4(made, PUBLISHED)),
@@ -320,3 +327,55 @@ def test_every_interval_of_figure_5_lies_inside_the_axes():
     low, high = panel.get_ylim()
     segments = [segment for *_, (bars,) in panel.containers for segment in bars.get_segments()]
     assert len(segments) == 4 and all(low <= bottom[1] <= top[1] <= high for bottom, top in segments)
+
+
+CHOICE_ARMS = {"full": None, "noise_floor": None, "group": None, "identity": "start", "bare": "system",
+               "bare-no-reanchor": "system", "head-1": "system", "head-4": "start", "head-16": "system",
+               "suffix-R(n)": "system", "blend-10": "preamble-256", "calibrated": "ensemble-4x256"}
+
+
+def choice(arms=CHOICE_ARMS, points=((1, 256), (5, 256), (10, 256), (5, 0), (5, 1024)),
+           readings=("automaton", "free")):
+    """Every arm at the middle point, three of them elsewhere; later arms are slower and better."""
+    rows = []
+    for n_tools, depth in points:
+        for reading in readings:
+            for i, (arm, behind) in enumerate(arms.items()):
+                if (n_tools, depth) != (5, 256) and arm not in ("full", "bare", "calibrated"):
+                    continue
+                time = 80.0 * (1 + i) if arm != "noise_floor" else None
+                rows.append({
+                    "arm": arm, "n_tools": n_tools, "depth": depth, "compiled_behind": behind, "reading": reading,
+                    "accuracy": routing_artifacts.share(0.95 - 0.03 * i - 0.02 * n_tools, 60),
+                    "ttft_ms": time and metric(time, 0.9 * time, 1.1 * time)})
+    return repair_artifacts.artifact("spliced_choice", rows) | {
+        "config": {"spliced_choice": {"at_n_tools": 5, "at_depth": 256}}}
+
+
+def test_the_figure_of_choices_has_every_timed_arm_and_the_same_bytes_twice(tmp_path):
+    made = choice()
+    first, second = (figures.save(figures.spliced_choice(made), tmp_path / folder / "choice") for folder in "ab")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    drawn = figures.spliced_choice(made)
+    assert {*CHOICE_ARMS, "interval of the full prefill", "compiled behind nothing", "compiled behind system"} <= set(
+        legend_of(drawn))
+    above, below = drawn.axes[:2], drawn.axes[2:]
+    for panel, reading in zip(above, ("automaton", "free")):
+        found = {line.get_xdata()[0]: line.get_ydata()[0] for line, *_ in panel.containers}
+        assert found == {row["ttft_ms"]["value"]: pytest.approx(100 * row["accuracy"]["value"]) for row in made["rows"]
+                         if row["reading"] == reading and (row["n_tools"], row["depth"]) == (5, 256) and row["ttft_ms"]}
+    assert [len(panel.containers) for panel in below] == [3, 3]
+    assert [[label.get_text() for label in panel.get_xticklabels()] for panel in below] == [
+        ["1", "5", "10"], ["0", "256", "1024"]]
+
+
+def test_choices_at_one_point_and_by_one_reading_are_drawn(tmp_path):
+    drawn = figures.spliced_choice(choice(points=((5, 256),), readings=("automaton",)))
+    assert [panel.get_visible() for panel in drawn.axes] == [True, False, True, True]
+    assert [len(panel.containers) for panel in drawn.axes[2:]] == [0, 0]
+    assert len(figures.save(drawn, tmp_path / "one")) == 3
+
+
+def test_arms_of_choices_are_told_apart_without_colour():
+    markers = [style["marker"] for style in figures.ALL_STYLES]
+    assert len(set(markers)) == len(markers) >= len(CHOICE_ARMS)
