@@ -299,7 +299,7 @@ def spliced_choice(artifact: dict) -> Figure:
                 if None not in (value_of(row["accuracy"]), value_of(row["ttft_ms"])):
                     mark = {name: styles[row["arm"]][name] for name in ("color", "marker")}
                     _choice_point(panel, row, mark | {"fillstyle": fills.get(row["compiled_behind"], "full")})
-            _plain_log(panel.xaxis, "x")
+            _plain_log(panel.xaxis, "x", (1, 2, 5))
             panel.set_xlabel("time to the first token, ms")
             panel.set_title(f"{n_tools} tools behind {depth} tokens, {READING_TITLES[reading]}", loc="left", fontsize=9)
         for panel, axis, others, label in ((below[0], "n_tools", {"depth": depth}, "tools in the context"),
@@ -427,10 +427,10 @@ def _label_shares(panel, rows: list[dict]) -> None:
                 break
 
 
-def _plain_log(axis, name: str) -> None:
+def _plain_log(axis, name: str, ticks: tuple[float, ...] = (1, 1.2, 1.5, 2, 3, 5, 7)) -> None:
     """A logarithmic axis ("x" or "y") with plain numbers, also where it spans less than a decade."""
     getattr(axis.axes, f"set_{name}scale")("log")
-    axis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
+    axis.set_major_locator(LogLocator(subs=ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
