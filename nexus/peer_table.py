@@ -1,7 +1,7 @@
 """Table I in Markdown, and where every figure of it comes from. No model is loaded.
 
 What others report stands in `results/peers.json` with its source; what is measured here is read from a run's artifacts
-by the rules that stand beside it.
+by the rules that stand beside it. `python -m nexus.peer_table` writes `results/comparison_sources.md` anew.
 """
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from nexus import artifact as stored_form
+from nexus.canonical import write_atomically
 from nexus.config import ROOT
 from nexus.tables import MISSING, Metric, Row, cell, document, markdown, number, published
 
 PEERS = ROOT / "results" / "peers.json"
+SOURCES = ROOT / "results" / "comparison_sources.md"
 SCHEMA = Path(__file__).with_name("peers.schema.json")
 FAMILIES = {
     "serving": "As in the paper: serving, and tools in the prompt",
@@ -93,8 +95,8 @@ def comparison_sources() -> str:
                       markdown(["beside", "what", "artifact", "row", "metric", "unit"], rules)]
     return document(
         "# Where the figures of Table I come from",
-        "Written from `results/peers.json`. Every reported figure was measured by others, on other hardware and another "
-        f"workload. Where nothing of the kind is measured here it is {CONTEXTUAL}: it says where a system stands, and "
+        "Written from `results/peers.json`. Every reported figure was measured by others, on other hardware and "
+        f"another workload. Where nothing of the kind is measured here it is {CONTEXTUAL}: it says where a system stands, and "
         "no comparison follows from it. `same program` means that the system itself runs here beside ours; `same idea` "
         "that its mechanism does, in this project's code, so that the system as its authors built it may do better.",
         "A figure is as good as where it was read; one that is only quoted was not found in the work that is named. "
@@ -198,8 +200,8 @@ def _own(family: str) -> list[str]:
     said = published()
     speedups = [row["speedup"] for row in said["deep_splice_ttft"]["rows"]]
     return ["moved, one block per tool", "INT8 scan and margin gate",
-            f"published: {number(100 * said['routing_accuracy_n250']['accuracy']['250'])} % of 250 tools; first argument "
-            f"{said['sidecar_accuracy']['speedup']:g} times sooner; deep splice {min(speedups):g} to {max(speedups):g} "
+            f"published: {number(100 * said['routing_accuracy_n250']['accuracy']['250'])} % of 250 tools; first "
+            f"argument {said['sidecar_accuracy']['speedup']:g} times sooner; deep splice {min(speedups):g} to {max(speedups):g} "
             "times as fast over all depths (14B model, other machine)", "this work"]
 
 
@@ -207,9 +209,9 @@ def _what_is_shown(run: _Run) -> str:
     levels = " / ".join(f"{100 * level:g} %" for level in sorted(run.levels)) or "no"
     of = f"Measured: {run.model}, with {levels} intervals. " if run.model else "Nothing is measured in this run. "
     return (f"{of}† {CONTEXTUAL}: measured by others on other hardware and workloads, no head-to-head; sources in "
-            "`results/comparison_sources.md`. `same program` runs here beside ours, `same idea` is the mechanism in this "
-            f"project's code. Speed-ups are over a prefill, KL is from one, in nats, behind the query; {MISSING} is not "
-            "reported or not measured.")
+            "`results/comparison_sources.md`. `same program` runs here beside ours, `same idea` is the mechanism in "
+            f"this project's code. Speed-ups are over a prefill, KL is from one, in nats, behind the query; {MISSING} is "
+            "not reported or not measured.")
 
 
 def _file(rule: Rule) -> str:
@@ -218,3 +220,7 @@ def _file(rule: Rule) -> str:
 
 def _place(keys: Row) -> str:
     return ", ".join(f"{column} = {json.dumps(value, ensure_ascii=False)}" for column, value in keys.items())
+
+
+if __name__ == "__main__":
+    write_atomically(SOURCES, comparison_sources())

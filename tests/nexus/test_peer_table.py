@@ -38,9 +38,8 @@ def lines(text, section):
 
 
 def test_the_committed_sources_are_what_the_code_writes():
-    written = (ROOT / "results" / "comparison_sources.md").read_text(encoding="utf-8")
-    assert written == peer_table.comparison_sources(), (
-        "write results/comparison_sources.md anew, with nexus.peer_table.comparison_sources()")
+    written = peer_table.SOURCES.read_text(encoding="utf-8")
+    assert written == peer_table.comparison_sources(), "write it anew: .venv/bin/python -m nexus.peer_table"
 
 
 def test_peers_are_named_once_and_those_of_the_paper_are_there_in_its_order():

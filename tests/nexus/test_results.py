@@ -81,7 +81,8 @@ def test_queries_that_are_gone_are_told(folder):
 def test_errors_are_wrong_choices_only_the_most_missed_first(folder):
     errors = results.routing_errors(results.routing_choices("measured"))
     told = list(errors[["case", "n_tools", "system", "missed_by"]].itertuples(index=False, name=None))
-    assert told == [("first", 50, "bm25", 2), ("first", 50, "slb", 2), ("first", 10, "bm25", 1), ("line-3", 50, "slb", 1)]
+    assert told == [("first", 50, "bm25", 2), ("first", 50, "slb", 2), ("first", 10, "bm25", 1),
+                    ("line-3", 50, "slb", 1)]
     assert "concat_all" not in set(errors["system"]), "what overflows chose nothing"
 
 

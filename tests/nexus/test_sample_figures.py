@@ -24,7 +24,8 @@ def gating(contexts=("on", "off")):
 
 def sweep():
     return pd.DataFrame([
-        {"offset": offset, "arm": arm, "probe": probe, "case": f"{i}", "dkl_nats": 0.0 if offset == 0 else scale * (1 + i)}
+        {"offset": offset, "arm": arm, "probe": probe, "case": f"{i}",
+         "dkl_nats": 0.0 if offset == 0 else scale * (1 + i)}
         for offset in (0, 16, 64) for arm, scale in (("bare", 0.1), ("bare-no-reanchor", 5.0), ("noise_floor", 0.001))
         for probe in ("query", "block_end") for i in range(3)])
 
