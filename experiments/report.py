@@ -12,8 +12,13 @@ COMMITTED_PROFILE = "full"
 
 
 def run(cfg: Config, out: Path) -> Path:
-    """Path of `<out>/report.html`. A run of a model of conf/model with the full profile is in results/report.html, too."""
-    path = report.write([report.load(out)], out / report.NAME, out.name)
+    """Path of `<out>/report.html`; the verdicts are in `<out>/tables`, too.
+
+    A run of a model of conf/model with the full profile is part of results/report.html, which is written again.
+    """
+    loaded = report.load(out)
+    report.write_verdicts(loaded)
+    path = report.write([loaded], out / report.NAME, out.name)
     results = ROOT / cfg.results_folder
     if cfg.profile_name == COMMITTED_PROFILE and out == results / cfg.model.name:
         report.write(report.committed(results), results / report.NAME, "all committed runs")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nexus import artifact as stored_form
-from nexus import tables
+from nexus import latex, tables
 from nexus.canonical import write_atomically
 from nexus.claims import claims
 from nexus.config import CONF, ROOT, Config, ConfigError, compose, validate
-from nexus.verdicts import Verdict, judge
+from nexus.document import blocks
+from nexus.verdicts import RULE, Verdict, judge
 
 NAME = "report.html"
 # What a run that does not go through DVC leaves: its configuration, and why it skipped an experiment.
@@ -91,6 +92,27 @@ def write(runs: Sequence[Run], path: Path, about: str) -> Path:
 
     write_atomically(path, report_page.render(runs, about))
     return path
+
+
+def verdict_table(run: Run) -> str:
+    """The run's verdicts and the rule behind them, in Markdown."""
+    lines = [[verdict.claim.text, verdict.claim.where, verdict.published, verdict.measured, verdict.verdict,
+              verdict.count or verdict.reason] for verdict in run.verdicts()]
+    return tables.document(
+        "# Verdicts on the published claims",
+        f"Run `{run.name}`, model {run.model}. Measured: value [low, high], or the least and the largest of several cells.",
+        tables.markdown(["claim", "in the paper", "published", "measured", "verdict", "cells"], lines),
+        "## The rule", "\n".join(f"- {item}" for item in RULE))
+
+
+def write_verdicts(run: Run) -> list[Path]:
+    """The verdicts as `tables/verdicts.md` and `.tex` in the run's folder."""
+    text, folder = verdict_table(run), run.folder / "tables"
+    folder.mkdir(exist_ok=True)
+    paths = [folder / "verdicts.md", folder / "verdicts.tex"]
+    write_atomically(paths[0], text)
+    write_atomically(paths[1], latex.latex(blocks(text)))
+    return paths
 
 
 def command(experiment: str, artifact: Mapping[str, Any], folder: Path) -> str:

@@ -23,7 +23,9 @@ def test_a_full_run_refreshes_both_pages_and_a_quick_one_its_own(tmp_path, monke
         folder = tmp_path / cfg.results_folder / cfg.run_name
         folder.mkdir(parents=True)
         shutil.copy(ROOT / "results" / SMOL / "gating_nogo.json", folder)
-    assert experiment.run(quick, tmp_path / quick.results_folder / quick.run_name).name == report.NAME
+    folder = tmp_path / quick.results_folder / quick.run_name
+    assert experiment.run(quick, folder).name == report.NAME
+    assert sorted(path.name for path in (folder / "tables").iterdir()) == ["verdicts.md", "verdicts.tex"]
     assert written == {f"results/{SMOL}.quick/report.html": ([f"{SMOL}.quick"], f"{SMOL}.quick")}
     written.clear()
     experiment.run(full, tmp_path / full.results_folder / full.run_name)

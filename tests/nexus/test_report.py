@@ -14,7 +14,8 @@ from nexus import artifact as stored_form
 from nexus import cli, diagrams, figures, report, report_page
 from nexus.claims import claims
 from nexus.config import ROOT, compose, validate
-from nexus.verdicts import UNTESTED
+from nexus.document import Table, blocks
+from nexus.verdicts import RULE, UNTESTED
 
 COMMITTED = ROOT / "results"
 VOID = ("meta", "link", "input", "br")
@@ -165,6 +166,17 @@ def test_several_runs_have_a_tab_each_and_one_table_of_verdicts(tmp_path):
     assert text.count('type="radio"') == 2 and text.count(" checked>") == 1
     assert "#tab-1:checked) > #run-1" in text and '<th scope="col">qwen2.5-coder-1.5b</th>' in text
     assert len(page.ids) == len(set(page.ids)) and page.open == []
+
+
+def test_verdicts_are_a_table_in_markdown_and_latex_with_the_rule(tmp_path):
+    run = report.load(copied(tmp_path, "gating_nogo"))
+    first = [path.read_bytes() for path in report.write_verdicts(run)]
+    assert [path.read_bytes() for path in report.write_verdicts(run)] == first
+    text = first[0].decode()
+    table, = (block for block in blocks(text) if isinstance(block, Table))
+    assert [line[0] for line in table.lines] == [claim.text for claim in claims()]
+    assert [line[4] for line in table.lines] == [verdict.verdict for verdict in run.verdicts()]
+    assert all(f"- {rule}" in text for rule in RULE) and r"\begin{longtable}" in first[1].decode()
 
 
 def test_a_run_without_any_artifact_is_refused(tmp_path):
