@@ -10,11 +10,10 @@ import pytest
 
 from nexus import artifact, own_tuple
 from nexus.config import ROOT, Config, ConfigError, compose, load_params, validate
-from nexus.lockfile import stages
 from nexus.model_probe import ModelFacts
 from nexus.own_tuple import OwnTuple
 from nexus.registry import RegistryError, load_registry
-from nexus.reproduce import in_order, overrides_for
+from nexus.reproduce import overrides_for
 from nexus.routing_workload import load_cases
 from nexus.workload import WorkloadError, load_workload
 
@@ -210,12 +209,3 @@ def test_what_an_experiment_refuses_is_no_failure():
 
     assert all(map(own_tuple.is_refusal, (PromptError("x"), SpliceRefused("x"), MissingArtifact("x"))))
     assert not any(map(own_tuple.is_refusal, (OSError("disk is full"), MemoryError(), KeyError("x"))))
-
-
-def test_stages_run_behind_those_whose_results_they_read():
-    plan = stages(validate(compose()))
-    ordered = in_order(list(reversed(plan)))
-    assert sorted(stage.name for stage in ordered) == sorted(stage.name for stage in plan)
-    for i, stage in enumerate(ordered):
-        later = {out for other in ordered[i + 1:] for out in other.outs}
-        assert not later & set(stage.deps)
