@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class Run:
     folder: Path
     artifacts: Mapping[str, Mapping[str, Any]]
     lacking: Mapping[str, str]
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """The command that makes an experiment's artifact as it is, by experiment."""
+    commands: Mapping[str, str]
+    """What makes an experiment's artifact, by experiment: as it is, or, where it is lacking, one of this run."""
 
     @property
     def model(self) -> str:
@@ -67,7 +67,8 @@ def load(folder: Path) -> Run:
             lacking[experiment] = f"not readable: {error}"
     if not artifacts:
         raise ReportError(f"{folder}: no artifact to report; make some with: make repro")
-    commands = {name: command(name, artifact, folder) for name, artifact in artifacts.items()}
+    model = next(iter(artifacts.values()))["tuple"]["model"]
+    commands = {name: command(name, model, folder, artifacts.get(name)) for name in stored_form.experiments()}
     return Run(folder.name, folder, artifacts, lacking, commands)
 
 
@@ -115,22 +116,22 @@ def write_verdicts(run: Run) -> list[Path]:
     return paths
 
 
-def command(experiment: str, artifact: Mapping[str, Any], folder: Path) -> str:
-    """The command that measures the artifact again.
+def command(experiment: str, model: str, folder: Path, artifact: Mapping[str, Any] | None = None) -> str:
+    """The command that measures the experiment for the run in `folder`, and the artifact again if there is one.
 
-    Of several configurations in conf/ the one whose hash the artifact states; where none has it, the model's, with a
-    remark that its configuration is another one by now.
+    Of several configurations in conf/ it is the one whose hash the artifact states; where none has it, the model's, with
+    a remark that its configuration is another one by now.
     """
     if (folder / PARAMS).is_file():
         place = _shown(folder / PARAMS)
         return shlex.join([PYTHON, "-m", "nexus", "stage", experiment, "--params", place, "--run", folder.name])
-    model = artifact["tuple"]["model"]
     plain, named = (f"model={model}",), (f"model={model}", f"profile={_profile(folder.name)}")
     special = [(f"+experiment={path.stem}",) for path in sorted((CONF / "experiment").glob("*.yaml"))]
-    fitting = next((overrides for overrides in (plain, named, *special)
-                    if _config_sha256(experiment, overrides) == artifact["config_sha256"]), None)
+    fitting = None if artifact is None else next(
+        (overrides for overrides in (plain, named, *special)
+         if _config_sha256(experiment, overrides) == artifact["config_sha256"]), None)
     text = shlex.join([PYTHON, "-m", f"experiments.{experiment}", *(fitting or named)])
-    return text if fitting else f"{text}   # the configuration has changed since"
+    return text if fitting or artifact is None else f"{text}   # the configuration has changed since"
 
 
 def machines(runs: Iterable[Run]) -> list[str]:

@@ -43,11 +43,12 @@ def render(runs: Sequence[Run], about: str) -> str:
         "to make that faithful? Can the choice of a tool avoid the context altogether? Every published claim is tested "
         f"on the artifacts of {len(runs)} run{'s' * (len(runs) > 1)}, measured on {escape(', '.join(machines(runs)))}. "
         "Published numbers are of a 14B model on other hardware.</p>", "</header>", "<main>",
-        _overview(runs, judged), _tabs(runs, judged), _mechanisms(), "</main>"]
+        overview(runs, judged), _tabs(runs, judged), _mechanisms(), "</main>"]
     return html_page.page(title, STYLE.read_text(encoding="utf-8") + _switches(len(runs)), "\n".join(content))
 
 
-def _overview(runs: Sequence[Run], judged: Sequence[Sequence[Verdict]]) -> str:
+def overview(runs: Sequence[Run], judged: Sequence[Sequence[Verdict]]) -> str:
+    """The section of verdicts: one line per claim, one column per run, and the rule."""
     lines = []
     for verdicts in zip(*judged):
         claim = verdicts[0].claim
@@ -108,8 +109,8 @@ def _panel(index: int, run: Run, verdicts: Sequence[Verdict]) -> str:
 def _lacking(run: Run) -> str:
     if not run.lacking:
         return ""
-    items = "".join(f"<li><code>{escape(name)}</code>: {html_page.inline(reason)}</li>"
-                    for name, reason in run.lacking.items())
+    items = "".join(f"<li><code>{escape(name)}</code>: {html_page.inline(reason)}; it would be made with "
+                    f"<code>{escape(run.commands[name])}</code></li>" for name, reason in run.lacking.items())
     return f"<h3>What this run lacks</h3>\n<ul>{items}</ul>"
 
 
@@ -124,7 +125,7 @@ def _claim(run: Run, verdict: Verdict) -> str:
                   escape(cell.verdict)] for cell in verdict.cells]
         columns = ["cell", f"published{unit}", f"measured{unit}", "n", "verdict"]
         parts.append(html_page.table(columns, lines, claim.text))
-    if claim.experiment in run.commands:
+    if claim.experiment is not None:
         parts.append(html_page.command(run.commands[claim.experiment]))
     summary = f"{_badge(verdict)} {html_page.inline(claim.text)} <span class=\"small\">({escape(claim.where)})</span>"
     return html_page.folded(summary, "\n".join(parts))

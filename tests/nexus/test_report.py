@@ -15,6 +15,7 @@ from nexus import cli, diagrams, figures, report, report_page
 from nexus.claims import claims
 from nexus.config import ROOT, compose, validate
 from nexus.document import Table, blocks
+from nexus.sources import sources
 from nexus.verdicts import RULE, UNTESTED
 
 COMMITTED = ROOT / "results"
@@ -115,7 +116,8 @@ def test_the_page_has_every_claim_every_table_and_every_figure(written):
 def test_the_page_says_what_the_run_lacks(synthetic, written):
     run = report.load(synthetic)
     assert {"dkl_sweep", "rope_boundary_gate"} <= set(run.lacking) and not set(run.lacking) & set(run.artifacts)
-    assert "<li><code>dkl_sweep</code>: not measured in this run</li>" in written
+    assert ("<li><code>dkl_sweep</code>: not measured in this run; it would be made with <code>"
+            ".venv/bin/python -m experiments.dkl_sweep ") in written
     assert "<p>Not drawn: <code>dkl_sweep</code> not measured in this run.</p>" in written
 
 
@@ -196,14 +198,14 @@ def test_committed_runs_are_those_of_models_with_the_full_profile_the_default_fi
 
 def test_a_command_composes_the_configuration_that_the_artifact_states(tmp_path):
     name = "qwen2.5-coder-1.5b"
-    frontier = report.load(copied(tmp_path, "repair_frontier", "calibration", run=name)).commands
-    assert frontier["repair_frontier"] == ".venv/bin/python -m experiments.repair_frontier +experiment=frontier-1.5b"
-    assert frontier["calibration"].startswith(f".venv/bin/python -m experiments.calibration model={name}")
-    for text in frontier.values():
-        module, *overrides = text.split()[2:]
-        experiment = module.removeprefix("experiments.")
-        stored = stored_form.read(stored_form.path_of(experiment, tmp_path / name))
+    run = report.load(copied(tmp_path, "repair_frontier", "calibration", run=name))
+    assert run.commands["repair_frontier"].endswith("experiments.repair_frontier +experiment=frontier-1.5b")
+    assert run.commands["calibration"].endswith(f"experiments.calibration model={name}")
+    for experiment, stored in run.artifacts.items():
+        python, dash, module, *overrides = run.commands[experiment].split()
+        assert (python, dash, module) == (".venv/bin/python", "-m", f"experiments.{experiment}")
         assert validate(compose(overrides)).sha256(experiment) == stored["config_sha256"]
+    assert run.commands["dkl_sweep"].endswith(f"experiments.dkl_sweep model={name} profile=full")
 
 
 def test_a_command_says_when_no_configuration_fits_any_more(tmp_path):
@@ -220,6 +222,22 @@ def test_a_run_with_its_own_params_file_names_it(tmp_path):
     (folder / report.PARAMS).write_text("")
     assert report.load(folder).commands["gating_nogo"] == (
         f".venv/bin/python -m nexus stage gating_nogo --params {folder / report.PARAMS} --run smollm2-135m")
+
+
+def test_the_report_needs_nothing_that_loads_a_model():
+    needed = set(sources("experiments.report"))
+    assert {"nexus/report.py", "nexus/report_page.py", "nexus/report.css", "nexus/claims.py"} <= needed
+    assert not needed & {"nexus/runtime.py", "nexus/native.py", "nexus/splice.py", "nexus/encoder.py"}
+
+
+def test_the_committed_report_is_about_the_committed_artifacts():
+    path = COMMITTED / report.NAME
+    assert path.is_file(), "results/report.html is missing; write it with: nexus report"
+    text, runs = path.read_text(encoding="utf-8"), report.committed(COMMITTED)
+    assert report_page.overview(runs, [run.verdicts() for run in runs]) in text, "write it again with: nexus report"
+    assert report_page.STYLE.read_text(encoding="utf-8") in text
+    for run in runs:
+        assert [name for name, made in run.artifacts.items() if made["config_sha256"][:12] not in text] == []
 
 
 def test_the_command_writes_the_page_of_a_run_and_prints_its_place(tmp_path, monkeypatch, capsys):
