@@ -1,4 +1,4 @@
-"""A document (nexus/document.py) in LaTeX, to be read in with `\\input`: tables with `booktabs` rules over several pages.
+"""A document (nexus/document.py) in LaTeX, to be read in with `\\input`: tables with `booktabs` rules over pages.
 
 What the surrounding document needs is PREAMBLE, any engine. Everything else in a text is escaped.
 """
@@ -20,7 +20,8 @@ _ASCII = {
     "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
 }
 _SYMBOLS = {
-    "–": "--", "—": "---", "…": r"\ldots{}", "“": "``", "”": "''", "‘": "`", "’": "'", "·": r"$\cdot$", "×": r"$\times$",
+    "–": "--", "—": "---", "…": r"\ldots{}", "“": "``", "”": "''", "‘": "`", "’": "'", "·": r"$\cdot$",
+    "×": r"$\times$",
     "−": "$-$", "±": r"$\pm$", "≤": r"$\leq$", "≥": r"$\geq$", "≈": r"$\approx$", "≠": r"$\neq$", "∞": r"$\infty$",
     "→": r"$\rightarrow$", "←": r"$\leftarrow$", "‖": r"$\Vert$", "½": r"$\frac{1}{2}$", "∩": r"$\cap$", "§": r"\S{}",
     "Δ": r"$\Delta$", "α": r"$\alpha$", "β": r"$\beta$", "ε": r"$\varepsilon$", "θ": r"$\theta$", "ρ": r"$\rho$",

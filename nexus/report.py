@@ -101,7 +101,8 @@ def verdict_table(run: Run) -> str:
               verdict.count or verdict.reason] for verdict in run.verdicts()]
     return tables.document(
         "# Verdicts on the published claims",
-        f"Run `{run.name}`, model {run.model}. Measured: value [low, high], or the least and the largest of several cells.",
+        f"Run `{run.name}`, model {run.model}. Measured: value [low, high], or the least and the largest of several "
+        "cells.",
         tables.markdown(["claim", "in the paper", "published", "measured", "verdict", "cells"], lines),
         "## The rule", "\n".join(f"- {item}" for item in RULE))
 
@@ -119,8 +120,8 @@ def write_verdicts(run: Run) -> list[Path]:
 def command(experiment: str, model: str, folder: Path, artifact: Mapping[str, Any] | None = None) -> str:
     """The command that measures the experiment for the run in `folder`, and the artifact again if there is one.
 
-    Of several configurations in conf/ it is the one whose hash the artifact states; where none has it, the model's, with
-    a remark that its configuration is another one by now.
+    Of several configurations in conf/ it is the one whose hash the artifact states; where none has it, the model's,
+    with a remark that its configuration is another one by now.
     """
     if (folder / PARAMS).is_file():
         place = _shown(folder / PARAMS)

@@ -169,7 +169,8 @@ CAPTIONS = {
     "figure2": ("Figure 2: the way of a request",
                 "Routing by retrieval (solid) reads the query and the registry alone: query, embedding, INT8 scan, "
                 "margin gate, cross-encoder below τ, tool, arguments from a signature. Placing a compiled block "
-                "(dashed) depends on the depth: up to P tokens it is spliced bare, beyond R(n) of it is decoded again."),
+                "(dashed) depends on the depth: up to P tokens it is spliced bare, beyond, R(n) of it is decoded "
+                "again."),
     "figure3": ("Figure 3: from a block file into the cache",
                 "The header is compared with the live model; keys are rotated pair by pair from where they were "
                 "compiled to where they go, values are copied as rows or transposed; then the last ⌈S·R/100⌉ tokens "

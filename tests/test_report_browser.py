@@ -17,7 +17,7 @@ from nexus.config import ROOT
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None,
-                                reason="chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
+                                reason="chromium or chromedriver is not installed (Debian: chromium, chromium-driver)")
 # Wide tables, long ones, a figure, and two runs of which each lacks what the other has.
 RUNS = {"smollm2-135m": ("dkl_sweep", "gating_nogo", "l0_radix", "block_allocator", "calibrated_repair"),
         "qwen2.5-coder-1.5b": ("calibration", "sidecar_accuracy")}
@@ -101,8 +101,9 @@ def test_nothing_is_wider_than_the_window_with_any_run_and_everything_unfolded(s
             browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = arguments[0])",
                                    unfolded)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-            boxes = browser.execute_script("return [...document.querySelectorAll('.scroll, pre, p, li, summary, label')]"
-                                           ".map(one => one.getBoundingClientRect()).map(box => [box.left, box.right])")
+            boxes = browser.execute_script("""
+                return [...document.querySelectorAll('.scroll, pre, p, li, summary, label')]
+                    .map(one => one.getBoundingClientRect()).map(box => [box.left, box.right])""")
             assert boxes and all(0 <= left and right <= width + 0.5 for left, right in boxes)
 
 
@@ -120,8 +121,9 @@ def test_wide_tables_and_figures_scroll_inside_their_box_and_can_be_reached_by_k
 def test_figures_keep_a_size_at_which_they_can_be_read(shown):
     browser, _, _ = shown
     choose(browser, 0)
-    sizes = browser.execute_script("return [...document.querySelectorAll('.drawing svg')].filter(one => one.clientWidth)"
-                                   ".map(one => [one.getBoundingClientRect().width, one.getBoundingClientRect().height])")
+    sizes = browser.execute_script("""
+        return [...document.querySelectorAll('.drawing svg')].filter(one => one.clientWidth)
+            .map(one => one.getBoundingClientRect()).map(box => [box.width, box.height])""")
     assert len(sizes) == 3 and all(wide >= 600 and high >= 200 for wide, high in sizes)
 
 
@@ -174,6 +176,7 @@ def test_there_was_no_error_and_no_request_but_for_the_page_itself(browser, page
     browser.get(page.as_uri())
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requested = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    requested = {event["params"]["request"]["url"] for event in events
+                 if event["method"] == "Network.requestWillBeSent"}
     assert page.as_uri() in requested
     assert {url for url in requested if not url.startswith("data:")} == {page.as_uri()}

@@ -9,14 +9,15 @@ import pytest
 from nexus import html_page
 from nexus.document import blocks
 
-SVG = ('<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg xmlns:xlink="http://www.w3.org/1999/xlink" width="9pt" viewBox="0 0 9 9">'
+SVG = ('<?xml version="1.0"?>\n<!DOCTYPE svg>\n'
+       '<svg xmlns:xlink="http://www.w3.org/1999/xlink" width="9pt" viewBox="0 0 9 9">'
        '<metadata>x</metadata><defs><style type="text/css">*{a: b}</style><clipPath id="p"/></defs>'
        '<g id="a" clip-path="url(#p)"><use xlink:href="#a"/></g></svg>\n')
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"), ("a `b<c` **d&e**",
-                                                                            "a <code>b&lt;c</code> <strong>d&amp;e</strong>"),
+    ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+    ("a `b<c` **d&e**", "a <code>b&lt;c</code> <strong>d&amp;e</strong>"),
     ("[x](javascript:alert)", "x"), ("[x](tables/a.md)", "x"),
     ("[x](https://example.org/?a=\"b\")", '<a href="https://example.org/?a=&quot;b&quot;" rel="noreferrer">x</a>'),
 ])

@@ -52,7 +52,8 @@ def test_stored_tables_keep_every_line_and_every_cell(path):
     for table, body in zip(stored, bodies):
         lines = body.rstrip("\n").split("\n") if body else []
         assert len(lines) == len(table.lines)
-        assert all(len(re.findall(r"(?<!\\)&", line)) == len(table.columns) - 1 and line.endswith(r" \\") for line in lines)
+        assert all(line.endswith(r" \\") for line in lines)
+        assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} <= {len(table.columns) - 1}
     assert not re.search(r"\[U\+", text), "every symbol of the tables has a form in LaTeX"
     for rule in ("toprule", "midrule", "bottomrule"):
         assert rf"\{rule}" in text

@@ -105,8 +105,8 @@ def test_the_page_has_every_claim_every_table_and_every_figure(written):
     text = re.sub(r"\s+", " ", " ".join(Page(written).text))
     for claim in claims():
         assert claim.text.replace("`", "").split("(")[0].strip()[:60] in text.replace(" )", ")"), claim.key
-    for title in ("Table I:", "Table II:", "Table III:", "Table IV:", "Arguments and the prefix cache", "Repair frontier",
-                  "Calibrated repair", "Layouts", "The prefix cache", "INT8 scan"):
+    for title in ("Table I:", "Table II:", "Table III:", "Table IV:", "Arguments and the prefix cache",
+                  "Repair frontier", "Calibrated repair", "Layouts", "The prefix cache", "INT8 scan"):
         assert title in text, title
     for name in ("figure2", "figure3", "run-0-figure4", "run-0-figure5", "run-0-frontier"):
         assert f'<figure id="{name}">' in written
