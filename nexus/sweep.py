@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,8 @@ from omegaconf import DictConfig
 from nexus.canonical import write_atomically
 from nexus.config import NOT_HASHED
 
+# Files of conf/hydra/launcher bear the names of the plugins' own on purpose: Hydra holds them against the plugins' fields.
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 SLUG_LENGTH = 80
 NO_REPORT = ("no report: its process died or never began, or it is still in a queue; "
              "the same command goes on with what is missing")

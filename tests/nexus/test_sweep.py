@@ -78,7 +78,7 @@ def written(copy: Copy) -> list[int]:
 def test_jobs_in_other_processes_report_fail_and_die(copy: Copy, launcher: str):
     swept = sweep_of(copy, launcher, "3,13,x,4")
     assert swept.returncode == 1
-    assert "2 of 4 jobs done" in swept.stdout
+    assert "2 of 4 jobs done" in swept.stdout and "UserWarning" not in swept.stderr
     failed = [line for line in swept.stderr.splitlines() if line.startswith("dkl_sweep: failed")]
     assert len(failed) == 2, swept.stderr
     assert "n_cases=13" in failed[0] and failed[0].endswith("RuntimeError: thirteen is refused")
