@@ -49,13 +49,27 @@ def test_peers_are_named_once_and_those_of_the_paper_are_there_in_its_order():
     assert serving == [said["system"] for said in tables.published()["peers"]]
 
 
+def rules() -> list[dict]:
+    stored = peer_table.peers()
+    return [*(rule for peer in stored["peers"] for rule in peer["measured"]),
+            *(rule for family in stored["this_work"].values() for rule in family)]
+
+
+def test_every_rule_names_columns_and_a_metric_of_its_artifact():
+    blocks = json.loads(artifact.SCHEMA_PATH.read_text(encoding="utf-8"))["$defs"]
+    for rule in rules():
+        columns = blocks[rule["artifact"]]["properties"]["rows"]["items"]["properties"]
+        assert rule["row"].keys() | {rule["metric"]} <= columns.keys(), rule["label"]
+
+
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
 def test_every_rule_finds_one_measured_row_in_a_committed_run(folder):
     missing = []
-    stored = peer_table.peers()
     read = cache(lambda name: artifact.read(artifact.path_of(name, folder)))
-    for rule in [*(rule for peer in stored["peers"] for rule in peer["measured"]),
-                 *(rule for rules in stored["this_work"].values() for rule in rules)]:
+    for rule in rules():
+        if rule["artifact"] == "spliced_choice" and not artifact.path_of(rule["artifact"], folder).is_file():
+            # Measured after the others, and not for every committed run.
+            continue
         row = peer_table.row_of(read(rule["artifact"])["rows"], rule["row"])
         if row is None or tables.value_of(row.get(rule["metric"])) is None:
             missing.append((rule["label"], rule["artifact"], rule["row"], rule["metric"]))
