@@ -104,6 +104,8 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
         # Not splitlines(): it also splits at U+2028 and others that a JSON string may hold.
         lines = samples.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         return [plain(json.loads(line), f"sample {index}") for index, line in enumerate(lines)]
+    except FileNotFoundError:
+        raise ArtifactError(f"{samples} is missing, the samples of {Path(path).name}; measure it again") from None
     except ValueError as error:
         raise ArtifactError(f"{samples.name}: not valid JSON lines ({error}); measure it again") from error
 

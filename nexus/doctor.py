@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shutil
 import sys
@@ -15,11 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from nexus import native
-from nexus.config import CONF, ROOT, compose, validate
+from nexus.config import CONF, ROOT, ConfigError, compose, validate
 from nexus.weights import WeightsError, verified_file, weights_folder
 
 PACKAGES = ("cppyy", "llama-cpp-python", "numpy", "scipy", "hydra-core", "dvc")
 DISK_GB = 2.0
+# The C++ interpreter asks the compiler where the standard library's headers are, through the others.
+COMPILERS, NEEDED_BY_COMPILER = ("c++", "g++", "clang++"), ("sed", "ldd") if sys.platform == "linux" else ("sed",)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,18 @@ def _python() -> Iterator[Finding]:
             yield Finding(package, "wrong", "not installed", "make install")
 
 
+def _compiler() -> Iterator[Finding]:
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    missing = [program for program in NEEDED_BY_COMPILER if shutil.which(program) is None]
+    if found is None:
+        yield Finding("C++ compiler", "wrong", f"none on the PATH (looked for {', '.join(COMPILERS)})",
+                      "install one (Debian/Ubuntu: apt-get install g++, macOS: xcode-select --install)")
+    elif missing:
+        yield Finding("C++ compiler", "wrong", f"{found}, without {' and '.join(missing)} on the PATH", "mend the PATH")
+    else:
+        yield Finding("C++ compiler", "ok", found)
+
+
 def _kernels() -> Iterator[Finding]:
     kernels = native.kernels()
     features = kernels.cpu_features()
@@ -64,7 +79,11 @@ def _weights() -> Iterator[Finding]:
     for path in sorted((CONF / "model").glob("*.yaml")):
         if path.stem == "local":
             continue
-        spec = validate(compose([f"model={path.stem}"])).model
+        try:
+            spec = validate(compose([f"model={path.stem}"])).model
+        except ConfigError as error:
+            yield Finding(f"weights {path.stem}", "wrong", str(error), f"mend conf/model/{path.name}")
+            continue
         size = f"{spec.size_bytes / 1e6:.0f} MB" if spec.size_bytes else "size not pinned"
         try:
             file = verified_file(spec)
@@ -81,11 +100,16 @@ def _disk() -> Iterator[Finding]:
     for name, folder in (("project", ROOT), ("weights", weights_folder())):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free / 1e9
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            why = "may not be written" if existing.is_dir() else "is not a folder"
+            yield Finding(f"disk for {name}", "wrong", f"{folder}: {existing} {why}",
+                          "set NEXUS_WEIGHTS to another folder" if name == "weights" else "change its permissions")
+            continue
         yield Finding(f"disk for {name}", "ok" if free > DISK_GB else "wrong", f"{free:.1f} GB free at {folder}",
                       "" if free > DISK_GB else "free some space" + (" or set NEXUS_WEIGHTS" if name == "weights" else ""))
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _kernels, _llama, _weights, _disk)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _compiler, _kernels, _llama, _weights, _disk)
 
 
 def findings() -> list[Finding]:

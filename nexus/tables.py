@@ -55,8 +55,12 @@ def stored(cfg: Config, out: Path, experiment: str) -> dict[str, Any]:
 
 
 def published() -> dict[str, Any]:
-    """The published numbers that are tested, `results/published.json`."""
-    return json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    """The published numbers that are tested, `results/published.json`. Raises ArtifactError where it is broken."""
+    try:
+        return json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise stored_form.ArtifactError(f"{PUBLISHED}: not valid JSON ({error}); restore it with: git checkout "
+                                        f"results/{PUBLISHED.name}") from None
 
 
 def value_of(metric: Metric) -> float | None:

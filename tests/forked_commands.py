@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Its children are fresh processes as far as a command can tell: arguments, folder, environment, standard streams, limits
-# and exit status are their own. What starts with the interpreter (encoding, hash seed) is the parent's.
+# Its children are fresh processes as far as a command can tell: arguments, folder, environment, standard streams,
+# limits and exit status are their own. What starts with the interpreter (encoding, hash seed) is the parent's.
 PARENT = '''
 import json, os, resource, runpy, signal, sys
-import nexus.cli, nexus.pipeline, nexus.reproduce, nexus.tables, hydra.main, scipy.stats
+import nexus.cli, nexus.pipeline, nexus.reproduce, nexus.tables, nexus.config, hydra.main, scipy.stats
+# Hydra's parser learns its grammar at the first use.
+nexus.config.validate(nexus.config.compose(["seed=1"]))
 
 for line in sys.stdin:
     order = json.loads(line)

@@ -218,6 +218,13 @@ def test_edited_files_are_refused(tmp_path, edit, message):
         artifact.read(path)
 
 
+def test_samples_that_are_gone_are_named(tmp_path):
+    artifact.write(tmp_path / "dkl_sweep.json", **inputs())
+    (tmp_path / "dkl_sweep.samples.jsonl").unlink()
+    with pytest.raises(ArtifactError, match="dkl_sweep.samples.jsonl is missing, the samples of dkl_sweep.json; measure"):
+        artifact.read_samples(tmp_path / "dkl_sweep.json")
+
+
 def test_samples_are_on_disk_before_the_artifact(tmp_path, monkeypatch):
     order = []
     write_atomically = artifact.write_atomically

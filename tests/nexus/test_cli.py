@@ -23,14 +23,6 @@ def test_help(command: str, capsys):
     assert command in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["rerpo"], ["compile"], ["stage"]])
-def test_wrong_usage(arguments: list[str], capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    assert end.value.code == 2
-    assert "usage: nexus" in capsys.readouterr().err
-
-
 def test_error_is_one_line_and_debugging_shows_more(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.delenv("NEXUS_DEBUG", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -96,7 +88,7 @@ def test_doctor_and_compile_are_handed_over(monkeypatch, tmp_path: Path):
     assert seen["args"].behind == "ensemble-4x256"
 
 
-@pytest.mark.parametrize("behind", ["ensemble-4", "preamble-0", "System"])
+@pytest.mark.parametrize("behind", ["ensemble-4", "System"])
 def test_compiling_behind_another_name_is_one_line(behind: str, tmp_path: Path, capsys, monkeypatch):
     monkeypatch.delenv("NEXUS_DEBUG", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)

@@ -41,6 +41,23 @@ def test_a_missing_package_and_a_full_disk_are_wrong(monkeypatch):
     assert all(finding.remedy for finding in wrong.values())
 
 
+@pytest.mark.parametrize("programs, said", [
+    (("sed", "ldd"), "none on the PATH (looked for c++, g++, clang++)"), (("clang++",), "without sed"),
+    (("g++", "sed", "ldd"), "g++")])
+def test_a_compiler_and_what_the_interpreter_asks_it_through(programs, said, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    [found] = doctor._compiler()
+    assert said in found.detail and (found.status == "ok") == (said == "g++") == (found.remedy == "")
+
+
+def test_a_weights_folder_below_a_file_is_wrong(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NEXUS_WEIGHTS", str(tmp_path / "file" / "weights"))
+    wrong = [finding for finding in doctor._disk() if finding.status == "wrong"]
+    assert [finding.what for finding in wrong] == ["disk for weights"]
+    assert f"{tmp_path / 'file'} is not a folder" in wrong[0].detail and "NEXUS_WEIGHTS" in wrong[0].remedy
+
+
 def test_what_a_check_found_before_it_failed_is_kept(capsys, monkeypatch):
     def half():
         yield doctor.Finding("first thing", "note", "found", "look at it")
