@@ -162,10 +162,16 @@ def _profile(run_name: str) -> str:
 
 
 def _skipped(folder: Path) -> dict[str, str]:
+    path = folder / SKIPPED
     try:
-        return json.loads((folder / SKIPPED).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise ReportError(f"{path}: not valid JSON ({error}); remove it, or run this case again") from error
+    if not isinstance(found, dict):
+        raise ReportError(f"{path}: reasons by experiment are an object, not a {type(found).__name__}; remove it")
+    return found
 
 
 def _shown(path: Path) -> str:

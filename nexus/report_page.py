@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nexus import argument_tables, diagrams, figures, html_page, peer_table, routing_tables, tables
+from nexus.artifact import ArtifactError
 from nexus.document import blocks
 from nexus.report import Run, machines
 from nexus.verdicts import FAILS, HOLDS, PART, RULE, UNTESTED, VERDICTS, Verdict
@@ -212,7 +213,10 @@ DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def _tables(run: Run) -> list[str]:
-    parts = [html_page.document(blocks(peer_table.table1(run.folder)), 4, "Table I")]
+    try:
+        parts = [html_page.document(blocks(peer_table.table1(run.folder)), 4, "Table I")]
+    except ArtifactError as error:
+        parts = [f"<h4>Table I</h4>\n<p>Not made: {html_page.inline(str(error))}.</p>"]
     for title, needed, made in TABLES:
         missing = [name for name in needed if name not in run.artifacts]
         if missing:

@@ -158,6 +158,18 @@ def test_a_broken_artifact_is_said_to_be_broken_and_the_rest_is_reported(tmp_pat
     run = report.load(folder)
     assert list(run.artifacts) == ["gating_nogo"]
     assert run.lacking["dkl_sweep"].startswith("not readable: dkl_sweep.json: not valid JSON")
+    # Table I is made of whatever artifact it finds.
+    (folder / "routing_accuracy_n250.json").write_text("{")
+    text = report_page.render([report.load(folder)], "toy")
+    assert "<h4>Table I</h4>\n<p>Not made: routing_accuracy_n250.json: not valid JSON" in text
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_reasons_of_another_form_are_an_error_that_names_the_file(tmp_path, text):
+    folder = copied(tmp_path, "gating_nogo")
+    (folder / report.SKIPPED).write_text(text)
+    with pytest.raises(report.ReportError, match="skipped.json: .*remove it"):
+        report.load(folder)
 
 
 def test_several_runs_have_a_tab_each_and_one_table_of_verdicts(tmp_path):
