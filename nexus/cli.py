@@ -239,9 +239,8 @@ def _stage(args: argparse.Namespace) -> None:
             stage(args.name, args.params, args.run)
     except Exception as error:
         from nexus.canonical import write_atomically
-        from nexus.own_tuple import is_refusal
+        from nexus.own_tuple import reason_of
 
-        if args.skipped is None or not is_refusal(error):
+        if args.skipped is None or (reason := reason_of(error)) is None:
             raise
-        # What is missing there was skipped, so that the command which would make it is no remedy.
-        write_atomically(args.skipped, str(error).partition("; make it with")[0])
+        write_atomically(args.skipped, reason)

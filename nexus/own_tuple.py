@@ -212,8 +212,8 @@ def fit(values: dict[str, Any], own: OwnTuple, facts: ModelFacts) -> tuple[dict[
     return skipped, changed
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether an experiment said that this model or these texts cannot do it, and did not fail otherwise."""
+def reason_of(error: BaseException) -> str | None:
+    """What an experiment says where this model or these texts cannot do it; None where it failed otherwise."""
     from nexus.agent import AgentError
     from nexus.blocks import BlockError
     from nexus.constrain import ConstrainError
@@ -228,9 +228,12 @@ def is_refusal(error: BaseException) -> bool:
     from nexus.splice import SpliceRefused
     from nexus.tables import MissingArtifact
 
-    return isinstance(error, (AgentError, AutomatonError, BlockError, ConfigError, ConstrainError, InContextError,
-                              MissingArtifact, PrefixCacheError, PromptError, RepairError, RouteError, RuntimeFailure,
-                              SidecarError, SpliceRefused, WorkloadError))
+    if isinstance(error, MissingArtifact):
+        # What is missing was skipped: the command that would make it is no remedy.
+        return str(error).partition("; make it with")[0].removeprefix(f"{ROOT}{os.sep}")
+    refusals = (AgentError, AutomatonError, BlockError, ConfigError, ConstrainError, InContextError, PrefixCacheError,
+                PromptError, RepairError, RouteError, RuntimeFailure, SidecarError, SpliceRefused, WorkloadError)
+    return str(error) if isinstance(error, refusals) else None
 
 
 def memory_problem(size_bytes: int) -> str | None:

@@ -1,6 +1,7 @@
 """The pipeline as its users meet it: DVC's own commands, being killed, being run twice, and a user's own case."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -64,6 +65,13 @@ def keep_stages(repository: Copy, names: tuple[str, ...]) -> None:
         yaml.dump(content, file)
 
 
+def kill(run: subprocess.Popen) -> None:
+    """SIGKILL to a command started by `Copy.start` and to all that it started; it may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+
+
 def test_every_stage_says_what_it_is_for():
     described = {name: stage.get("desc") for name, stage in YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"].items()}
     assert all(described.values()) and len(set(described.values())) == len(described)
@@ -119,8 +127,7 @@ def test_killed_at_any_point_it_goes_on_and_nothing_is_half_written(copy: Copy):
             time.sleep(0.01)
         # At its stage, at its end, between two of them: DVC and its child together, which the child outlives otherwise.
         time.sleep(seed.uniform(0, 1))
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        kill(run)
         whole(copy.path / "results")
     done = copy.python("nexus", *choices)
     assert done.returncode == 0, done.stderr
@@ -187,8 +194,7 @@ def test_forced_twice_and_killed_meanwhile_gives_the_same_bytes(tiny: Copy):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         time.sleep(seed.uniform(0, 0.3))
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        kill(run)
         whole(results)
         assert written() in ({}, first)
     again = tiny.python(*command)

@@ -207,5 +207,8 @@ def test_what_an_experiment_refuses_is_no_failure():
     from nexus.splice import SpliceRefused
     from nexus.tables import MissingArtifact
 
-    assert all(map(own_tuple.is_refusal, (PromptError("x"), SpliceRefused("x"), MissingArtifact("x"))))
-    assert not any(map(own_tuple.is_refusal, (OSError("disk is full"), MemoryError(), KeyError("x"))))
+    assert own_tuple.reason_of(PromptError("no message")) == "no message"
+    assert own_tuple.reason_of(SpliceRefused("no keys")) == "no keys"
+    missing = MissingArtifact(f"{ROOT}/results/own/a.json is missing; make it with: python -m experiments.a")
+    assert own_tuple.reason_of(missing) == "results/own/a.json is missing"
+    assert [own_tuple.reason_of(error) for error in (OSError("disk is full"), MemoryError(), KeyError("x"))] == [None] * 3
