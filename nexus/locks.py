@@ -35,8 +35,8 @@ def measuring(name: str, *, alone: bool) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise LockedError(f"{path} cannot be written ({error.strerror}), so nobody knows whether others measure on this "
-                          "machine: set NEXUS_LOCKS to another folder, or share_machine=true") from None
+        raise LockedError(f"{path} cannot be written ({error.strerror}), so nobody knows whether others measure here: "
+                          "set NEXUS_LOCKS to another folder, or share_machine=true") from None
     try:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)

@@ -33,7 +33,7 @@ from nexus.config import CONF, NEEDS, ROOT, ROUTING, Config, ConfigError, as_con
 from nexus.locks import exclusive, measuring
 from nexus.progress import progress
 from nexus.sources import code_sha256, sampling_sha256
-from nexus.sweep import PlannedJobs, Sweep, job_folder
+from nexus.sweep import PlannedJobs, Sweep, job_folder, not_installed
 
 Run = Callable[[Config, Path], Path]
 LOCKS = ROOT / ".nexus" / "locks"
@@ -90,8 +90,9 @@ def experiment_main(name: str, run: Run) -> None:
     composing = False
     try:
         task()
-    except Exception as error:
-        composing = type(error).__module__.startswith(("hydra.", "omegaconf."))
+    except Exception as problem:
+        error = not_installed(problem) or problem
+        composing = type(error).__module__.startswith(("hydra.", "omegaconf.", "nexus.config"))
         raised.append(as_config_error(error) if composing else error)
     except KeyboardInterrupt:
         sweep.discard()

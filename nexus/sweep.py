@@ -21,9 +21,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from nexus.canonical import write_atomically
-from nexus.config import NOT_HASHED
+from nexus.config import NOT_HASHED, ConfigError
 
-# Files of conf/hydra/launcher bear the names of the plugins' own on purpose: Hydra holds them against the plugins' fields.
+# Files of conf/hydra/launcher bear the names of the plugins' own on purpose: Hydra checks them by the plugins' fields.
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 SLUG_LENGTH = 80
 NO_REPORT = ("no report: its process died or never began, or it is still in a queue; "
@@ -47,7 +47,7 @@ class Sweep:
         self.planned = overrides
 
     def begin(self, root: Path) -> None:
-        """None, where this process runs the code of the checkout `root` in which the sweep was started, and sees its files.
+        """None, where this process runs the checkout `root` in which the sweep was started, and sees its files.
 
         Raises SweepError elsewhere.
         """
@@ -93,6 +93,13 @@ class PlannedJobs(Callback):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         parsed = parser.parse_overrides(list(config.hydra.overrides.task))
         self.sweep.plan([job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch])
+
+
+def not_installed(error: Exception) -> ConfigError | None:
+    """The error with its remedy, where it is Hydra's about a launcher that is not installed."""
+    found = re.search(r"Unknown plugin class : '([\w.]+)'", str(error))
+    return ConfigError(f"hydra/launcher: {found[1]} is not installed; run `make install`, or install this project with "
+                       "its extra `cluster`") if found else None
 
 
 def job_folder(overrides: Sequence[str], sha256: str) -> str:

@@ -206,7 +206,7 @@ def slurm(short_folder: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(any(shutil.which(name) is None for name in SLURM),
-                    reason="SLURM is not installed (Debian/Ubuntu: apt-get install slurmctld slurmd slurm-client munge)")
+                    reason="SLURM is not here (Debian/Ubuntu: apt-get install slurmctld slurmd slurm-client munge)")
 def test_slurm_runs_a_sweep_and_lists_what_failed(copy: Copy, slurm: Path):
     copy.environment["SLURM_CONF"] = str(slurm)
     swept = copy.python("experiments.dkl_sweep", "--multirun", "hydra/launcher=submitit", "profile=quick",

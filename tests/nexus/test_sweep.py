@@ -24,7 +24,8 @@ def test_folders_are_legal_and_unique(overrides: list[str], others: list[str]):
 
 
 def test_overrides_that_change_no_result_lead_to_the_same_folder():
-    assert job_folder(["seed=1", "force=true", "share_machine=true"], SHA) == job_folder(["seed=1"], SHA) == "seed-1-01234567"
+    told = job_folder(["seed=1", "force=true", "share_machine=true"], SHA)
+    assert told == job_folder(["seed=1"], SHA) == "seed-1-01234567"
 
 
 def planned(folder: Path, *overrides: list[str]) -> Sweep:
@@ -71,7 +72,8 @@ def sweep_of(copy: Copy, launcher: str, cases: str, *overrides: str):
 
 def written(copy: Copy) -> list[int]:
     """n_cases of the artifacts in the folders of the sweep, one per folder."""
-    return sorted(json.loads(path.read_text())["n_cases"] for path in copy.path.glob("results/multirun/dkl_sweep/*/dkl_sweep.json"))
+    found = copy.path.glob("results/multirun/dkl_sweep/*/dkl_sweep.json")
+    return sorted(json.loads(path.read_text())["n_cases"] for path in found)
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
@@ -93,3 +95,15 @@ def test_jobs_in_other_processes_report_fail_and_die(copy: Copy, launcher: str):
     assert len(failed) == 1 and "n_cases=5" in failed[0] and failed[0].endswith(NO_REPORT), died.stderr
     assert "2 of 3 jobs done" in died.stdout and "Traceback" not in died.stderr
     assert written(copy) == [3, 4] and not any(line.startswith(("dkl_sweep 3", "dkl_sweep 4")) for line in copy.calls())
+
+
+@pytest.mark.parametrize("choices, message", [
+    (["hydra/launcher=rya"], "hydra/launcher: no choice 'rya'; did you mean ray?; there are joblib, ray, submitit, "
+                             "submitit_local, submitit_slurm"),
+    (["hydra.launcher._target_=hydra_plugins.none.Launcher"],
+     "hydra/launcher: hydra_plugins.none.Launcher is not installed; run `make install`, or install this project with "
+     "its extra `cluster`")])
+def test_a_launcher_that_is_not_there_is_one_line(copy: Copy, choices: list[str], message: str):
+    refused = copy.python("experiments.dkl_sweep", "--multirun", "profile=quick", "seed=1,2", *choices)
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert refused.stderr == f"dkl_sweep: {message}\n"
