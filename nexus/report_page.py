@@ -236,11 +236,11 @@ def _provenance(run: Run) -> str:
     facts = {name: _origin(artifact) for name, artifact in run.artifacts.items()}
     columns = [fact for fact in next(iter(facts.values())) if len({origin[fact] for origin in facts.values()}) > 1]
     common = "".join(f"<li>{escape(fact)}: {escape(value)}</li>" for fact, value in next(iter(facts.values())).items()
-                     if fact not in columns)
+                     if fact not in columns and value != tables.MISSING)
     lines = [[f"<code>{escape(name)}</code>", f"<code>{escape(run.commands[name])}</code>",
               *(escape(origin[fact]) for fact in columns)] for name, origin in facts.items()]
-    return ("<p>The samples that the rows of an artifact summarise lie beside it. Artifacts hold no date, so that "
-            "equal measurements give equal bytes; the commit has one.</p>\n"
+    return ("<p>The samples that the rows of an artifact summarise lie beside it. Where there is no date, the "
+            "commit has one: artifacts hold none, so that equal measurements give equal bytes.</p>\n"
             f"<p>Of all artifacts:</p>\n<ul>{common}</ul>\n"
             + html_page.table(["artifact", "command", *columns], lines, "Provenance"))
 
@@ -253,7 +253,7 @@ def _origin(artifact: Mapping[str, Any]) -> dict[str, str]:
     told = {"commit": commit, "configuration": artifact["config_sha256"][:12], "rows": len(artifact["rows"]),
             "CPU": origin.get("cpu"), "cores": origin.get("physical_cores"), "memory, GB": origin.get("memory_gb"),
             "threads": origin.get("threads"), "instructions": origin.get("isa"), "system": origin.get("os"),
-            "Python": origin.get("python"), "llama.cpp": of.get("llama_cpp"), "embedder": of.get("embedder"),
+            "date": origin.get("date"), "Python": origin.get("python"), "llama.cpp": of.get("llama_cpp"), "embedder": of.get("embedder"),
             "model's SHA-256": of.get("model_sha256"), "versions": versions or None}
     return {fact: _text(value) for fact, value in told.items()}
 
