@@ -23,8 +23,8 @@ RULE = (
     f"Equal accuracy: on the same queries, at least {LEAST_PAIRS} of them, at most {100 * MOST_LOSS:g} points less "
     "often right than the model that has every tool in full (where that does not fit: than the best of the same "
     f"experiment), and not shown to be worse (McNemar, exact, p ≥ {SIGNIFICANCE:g}; without samples: an interval that "
-    "reaches the other's value); between two points at both of them. Where queries differ, moreover: an interval that "
-    "is not wholly below that of the most accurate way. Of those that pass, the fastest by its value."
+    "reaches the other's value); between two points at both of them. Moreover, also where queries differ: an interval "
+    "that is not wholly below that of the most accurate way. Of those that pass, the fastest by its value."
 )
 
 
@@ -261,16 +261,17 @@ def _both(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _held_against_best(option: Option, competing: Iterable[Option]) -> Option:
-    """The option, no longer equal where other queries show another way to be far better at the same task."""
-    others = [o for o in competing if o.measures == option.measures == CHOICE and o.experiment != option.experiment
+    """The option, no longer equal where another way that competes is far better at the same task."""
+    others = [o for o in competing if o.measures == option.measures == CHOICE
               and o.accuracy is not None and o.accuracy.ci_low is not None]
     best = max(others, key=lambda o: o.accuracy.value, default=None)
-    if best is None or not option.verdict.equal or option.accuracy is None or option.accuracy.ci_high is None:
+    if not (option.within and option.verdict.equal) or best is None or option.accuracy.ci_high is None:
         return option
     if option.accuracy.ci_high >= best.accuracy.ci_low:
         return option
     why = (f"{option.verdict.why}, but its interval is wholly below that of {best.name} "
-           f"({100 * best.accuracy.value:.0f} % on other queries)")
+           f"({100 * best.accuracy.value:.0f} % on {'the same' if best.experiment == option.experiment else 'other'} "
+           "queries)")
     return replace(option, verdict=replace(option.verdict, equal=False, why=why))
 
 

@@ -175,6 +175,16 @@ def test_equal_within_its_queries_and_far_below_on_others_is_not_equal():
     assert any("different queries" in remark for remark in advice.remarks)
 
 
+def test_what_reads_everything_is_not_equal_where_another_way_is_far_better_on_its_queries():
+    found = {"routing_accuracy_n250": routing({("toy", 10): 0.95, ("concat_all", 10): 0.7}, {"concat_all": 1.0})}
+    advice = advised(found, 10, 0)
+    full = option(advice, "concat_all")
+    assert advice.advised.kind == ROUTING and full.ttft_ms.value < advice.advised.ttft_ms.value
+    assert full.verdict.equal is False and "wholly below that of toy (95 % on the same queries)" in full.verdict.why
+    # Outside of what was measured it is told as it was there.
+    assert option(advised(found, 10, 256), "concat_all").verdict.equal is True
+
+
 def test_only_one_machine_competes_and_this_one_first():
     found = choice({("full", 5, 256): 0.9, ("bare", 5, 256): 0.9})
     found["routing_accuracy_n250"] = elsewhere(routing({("toy", 5): 0.95}), "other CPU")
