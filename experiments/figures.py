@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nexus import figures, tables
+from nexus import diagrams, figures, tables
 from nexus.config import Config
 from nexus.pipeline import experiment_main
 
@@ -15,6 +15,8 @@ def run(cfg: Config, out: Path) -> Path:
     published = tables.published()
     drawn = {
         "figure1": figures.figure1(tables.stored(cfg, out, "dkl_sweep"), published),
+        "figure2": diagrams.figure2(),
+        "figure3": diagrams.figure3(),
         "figure4": figures.figure4(tables.stored(cfg, out, "deep_splice_ttft"), published),
         "figure5": figures.figure5(tables.stored(cfg, out, "routing_accuracy_n250"), published),
         "frontier": figures.frontier(tables.stored(cfg, out, "repair_frontier")),

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nexus import argument_tables, document, latex, routing_tables, tables
+from nexus import argument_tables, document, latex, peer_table, routing_tables, tables
 from nexus.canonical import write_atomically
 from nexus.config import Config
 from nexus.pipeline import experiment_main
@@ -16,6 +16,7 @@ def run(cfg: Config, out: Path) -> Path:
     published = tables.published()
     sidecar, radix = tables.stored(cfg, out, "sidecar_accuracy"), tables.stored(cfg, out, "l0_radix")
     texts = {
+        "table1": peer_table.table1(out),
         "table2": tables.table2(tables.stored(cfg, out, "gating_nogo"), published),
         "table3": tables.table3(tables.stored(cfg, out, "deep_splice_ttft"), published),
         "frontier": tables.frontier(tables.stored(cfg, out, "repair_frontier")),

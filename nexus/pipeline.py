@@ -341,6 +341,8 @@ def _others(name: str, cfg: Config, out: Path) -> list[Path]:
         return [ROOT / path for path in (locks if cfg.registry.path is None else [cfg.registry.path])]
     if name == "constrain_cost":
         return [out / "registry.json", ROOT / (cfg.registry.path or "")]
+    if name == "spliced_choice":
+        return [out / "registry.json", ROOT / (cfg.registry.path or ""), out / "calibrated_repair.json"]
     if not set(ROUTING) <= set(NEEDS.get(name, ())):
         return []
     embedders = [CONF / "embedder" / f"{embedder}.yaml" for embedder in (cfg.embedder.name, cfg.routing.tuned_embedder)]
