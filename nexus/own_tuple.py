@@ -57,7 +57,7 @@ class OwnTuple:
     def name(self) -> str:
         """Names the run: the files' names, and 8 digits of the hash of their paths, which are told apart by it alone."""
         own_model = self.model is not None and is_path(self.model)
-        paths = [str(Path(path).expanduser().resolve()) if path else None
+        paths = [str(placed(path)) if path else None
                  for path in (self.model if own_model else None, self.registry, self.queries)]
         parts = [Path(path).stem for path in paths if path]
         if not own_model:
@@ -69,6 +69,11 @@ class OwnTuple:
 def is_path(model: str) -> bool:
     """Whether a model is given as a file and not as a name of conf/model."""
     return os.sep in model or model.endswith(".gguf")
+
+
+def placed(path: str | Path) -> Path:
+    """The absolute path; a link keeps its own name, since what it leads to may be named by a hash."""
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def quoted(text: str) -> str:
@@ -84,11 +89,11 @@ def overrides(own: OwnTuple, profile: str | None) -> list[str]:
     chosen = []
     for group, path in (("registry", own.registry), ("workload", own.queries)):
         if path is not None:
-            resolved = Path(path).expanduser().resolve()
-            if not resolved.is_file():
-                raise ConfigError(f"{'registry' if group == 'registry' else 'queries'}: {resolved} is not a file; give "
+            path = placed(path)
+            if not path.is_file():
+                raise ConfigError(f"{'registry' if group == 'registry' else 'queries'}: {path} is not a file; give "
                                   f"{'a JSON file of tools' if group == 'registry' else FORM}")
-            chosen += [f"{group}=file", f"{group}.path={quoted(str(resolved))}"]
+            chosen += [f"{group}=file", f"{group}.path={quoted(str(path))}"]
     return [*chosen, f"run_name={own.name}" + (f".{profile}" if profile else "")]
 
 

@@ -46,7 +46,7 @@ def overrides_for(model: str | None, profile: str | None) -> list[str]:
     """Hydra overrides for a model's name, or a GGUF file's path, and a profile's name; None means the default."""
     overrides = []
     if model and own_tuple.is_path(model):
-        path = Path(model).expanduser().resolve()
+        path = own_tuple.placed(model)
         if not path.is_file():
             raise ConfigError(f"model: {path} is not a file; give a GGUF file or a name from conf/model")
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:70]

@@ -68,9 +68,17 @@ def test_names_are_safe_and_tell_other_files_apart(tmp_path: Path):
     assert OwnTuple(None, None, tmp_path / "q.jsonl").name.startswith("own-qwen2.5-coder-0.5b-q-")
 
 
+def test_a_link_keeps_its_own_name(tmp_path: Path):
+    (tmp_path / "0a1b2c").touch()
+    link = tmp_path / "My Model.gguf"
+    link.symlink_to(tmp_path / "0a1b2c")
+    assert OwnTuple(str(link), None, None).name.startswith("own-My-Model-")
+    assert overrides_for(str(link), None)[-1] == "model.name='local-My-Model'"
+
+
 def test_configuration_names_the_files_and_a_run_that_git_ignores(own: OwnTuple):
     cfg = validate(composed(own))
-    assert cfg.registry.path == str(own.registry.resolve()) and cfg.workload.path == str(own.queries.resolve())
+    assert cfg.registry.path == str(own.registry) and cfg.workload.path == str(own.queries)
     assert cfg.run_name == f"{own.name}.laptop"
     assert f"results/{own_tuple.PREFIX}-*/" in (ROOT / ".gitignore").read_text().splitlines()
 
