@@ -1,4 +1,4 @@
-"""What a model can do, found by loading it: in a process of its own, since a file that llama.cpp cannot take may end it.
+"""What a model can do, found by loading it, in a process of its own: a file that llama.cpp cannot take may end it.
 
     python -m nexus.model_probe params.yaml       # prints the facts as one JSON object
 """

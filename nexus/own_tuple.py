@@ -49,16 +49,16 @@ class OwnTuple:
     model: str | None
     """A name of conf/model or the path of a GGUF file; None takes the default model."""
     registry: Path | None
-    """JSON file of tools; None takes conf/registry's servers."""
+    """Absolute path of a JSON file of tools; None takes conf/registry's servers."""
     queries: Path | None
-    """JSON-lines file of queries, each with the tool that answers it; None takes the project's."""
+    """Absolute path of a JSON-lines file of queries, each with the tool that answers it; None takes the project's."""
 
     @property
     def name(self) -> str:
-        """Names the run: the files' names, and 8 digits of the hash of their paths, which are told apart by it alone."""
+        """Names the run: the files' names, and 8 digits of the hash of their paths: two files may share a name."""
         own_model = self.model is not None and is_path(self.model)
-        paths = [str(placed(path)) if path else None
-                 for path in (self.model if own_model else None, self.registry, self.queries)]
+        files = (placed(self.model) if own_model else None, self.registry, self.queries)
+        paths = [file and str(file) for file in files]
         parts = [Path(path).stem for path in paths if path]
         if not own_model:
             parts.insert(0, self.model or compose()["model"]["name"])
@@ -89,7 +89,6 @@ def overrides(own: OwnTuple, profile: str | None) -> list[str]:
     chosen = []
     for group, path in (("registry", own.registry), ("workload", own.queries)):
         if path is not None:
-            path = placed(path)
             if not path.is_file():
                 raise ConfigError(f"{'registry' if group == 'registry' else 'queries'}: {path} is not a file; give "
                                   f"{'a JSON file of tools' if group == 'registry' else FORM}")
@@ -113,8 +112,8 @@ def write_inputs(own: OwnTuple, values: dict[str, Any], folder: Path) -> list[st
     cases = load_cases(own.queries, registry.tools)
     answered = [case for case in cases if case.tool is not None]
     if len(answered) < 2:
-        raise WorkloadError(f"{own.queries}: {len(answered)} queries name a tool; give at least 2, one of which is kept "
-                            "for the calibration of thresholds")
+        raise WorkloadError(f"{own.queries}: {len(answered)} queries name a tool; give at least 2, one of which is "
+                            "kept for the calibration of thresholds")
     folder.mkdir(parents=True, exist_ok=True)
     kept = [case for i, case in enumerate(answered) if (i + 1) % CALIBRATION_EVERY == 0] or answered[-1:]
     none = [case for case in cases if case.tool is None]
@@ -189,8 +188,8 @@ def fit(values: dict[str, Any], own: OwnTuple, facts: ModelFacts) -> tuple[dict[
         if fitting:
             resize(name, key, fitting)
         else:
-            skipped.setdefault(name, f"its smallest depth is {listed[0]} tokens, and context and conversation have room "
-                                     f"for {shallow}")
+            skipped.setdefault(name, f"its smallest depth is {listed[0]} tokens, and context and conversation have "
+                                     f"room for {shallow}")
             # A configuration needs some depth, also of what is skipped.
             values[name][key] = [max(1, shallow)]
     deepest = max((depth for (name, key) in depths for depth in values[name][key]), default=0)
@@ -291,8 +290,8 @@ def _write_cases(path: Path, cases: Sequence[RoutingCase]) -> str:
                  "wording": case.wording, "also": [identity(tool) for tool in case.also],
                  "confusable": case.confusable and identity(case.confusable)}
         # "tool": null says that none fits; of the others it says nothing.
-        lines.append(json.dumps({key: value for key, value in entry.items() if key == "tool" or value not in (None, [])},
-                                ensure_ascii=False))
+        told = {key: value for key, value in entry.items() if key == "tool" or value not in (None, [])}
+        lines.append(json.dumps(told, ensure_ascii=False))
     write_atomically(path, "\n".join(lines) + "\n")
     return os.path.relpath(path, ROOT)
 

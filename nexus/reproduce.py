@@ -3,10 +3,10 @@
 In a clean clone results and `dvc.lock` are committed, so that plain `dvc repro` has nothing to do. What was run *here*
 is remembered by a git-ignored stamp. `params.yaml` and `dvc.lock` are DVC's; they hold another run only while it runs.
 
-Runs of the models of conf/model go through DVC. A user's own case (a GGUF file, a registry, queries) does not: DVC knows
-no stage that has no output, and such a run skips what its model or texts cannot do. Its stages are the same commands in
-the order of `dvc.yaml`'s graph, each in a process of its own, with their own params file; they resume and are stamped
-alike, and leave `dvc.lock` and `params.yaml` alone.
+Runs of the models of conf/model go through DVC. A user's own case (a GGUF file, a registry, queries) does not: DVC takes
+a stage without its outputs for failed, and such a run skips what its model or texts cannot do. Its stages are the same
+commands in the order of `dvc.yaml`'s graph, each in a process of its own, with their own params file; they resume and
+are stamped alike, and leave `dvc.lock` and `params.yaml` alone.
 """
 
 import hashlib
@@ -69,7 +69,8 @@ def reproduce(model: str | None = None, profile: str | None = None, force: bool 
     """
     profile = profile or DEFAULT_PROFILE
     if registry is not None or queries is not None or (model and own_tuple.is_path(model)):
-        _reproduce_own(OwnTuple(model, registry, queries), profile, force)
+        files = (None if path is None else own_tuple.placed(path) for path in (registry, queries))
+        _reproduce_own(OwnTuple(model, *files), profile, force)
     else:
         _reproduce_named(overrides_for(model, profile), force)
 

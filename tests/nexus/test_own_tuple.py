@@ -219,4 +219,5 @@ def test_what_an_experiment_refuses_is_no_failure():
     assert own_tuple.reason_of(SpliceRefused("no keys")) == "no keys"
     missing = MissingArtifact(f"{ROOT}/results/own/a.json is missing; make it with: python -m experiments.a")
     assert own_tuple.reason_of(missing) == "results/own/a.json is missing"
-    assert [own_tuple.reason_of(error) for error in (OSError("disk is full"), MemoryError(), KeyError("x"))] == [None] * 3
+    for failure in (OSError("disk is full"), MemoryError(), KeyError("x")):
+        assert own_tuple.reason_of(failure) is None

@@ -41,11 +41,18 @@ def test_the_committed_profile_is_named_and_keeps_the_models_own_folder(chosen: 
 
 
 @pytest.mark.parametrize("model, registry, queries", [
-    ("/models/x.gguf", None, None), ("x.gguf", None, None), ("smollm2-135m", Path("t.json"), Path("q.jsonl")),
-    (None, None, Path("q.jsonl"))])
+    ("/models/x.gguf", None, None), ("x.gguf", None, None), ("smollm2-135m", Path("/t.json"), Path("/q.jsonl")),
+    (None, None, Path("/q.jsonl"))])
 def test_any_file_of_the_users_makes_it_their_own_case(chosen: list, model, registry, queries):
     reproduce.reproduce(model=model, registry=registry, queries=queries)
     assert chosen == [("own", OwnTuple(model, registry, queries), DEFAULT_PROFILE, False)]
+
+
+def test_files_are_found_from_the_home_and_the_present_folder(chosen: list, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    reproduce.reproduce(registry=Path("~/t.json"), queries=Path("q.jsonl"))
+    assert chosen[0][1] == OwnTuple(None, tmp_path / "t.json", tmp_path / "q.jsonl")
 
 
 def test_stages_come_behind_those_whose_results_they_read():
