@@ -12,10 +12,14 @@ from pathlib import Path
 # Its children are fresh processes as far as a command can tell: arguments, folder, environment, standard streams,
 # limits and exit status are their own. What starts with the interpreter (encoding, hash seed) is the parent's.
 PARENT = '''
-import json, os, resource, runpy, signal, sys
-import nexus.cli, nexus.pipeline, nexus.reproduce, nexus.tables, nexus.config, hydra.main, scipy.stats
+import gc, json, os, resource, runpy, signal, sys
+import hydra.main, scipy.stats
+import nexus.advise_command, nexus.call_command, nexus.cli, nexus.collect, nexus.compile_blocks, nexus.config
+import nexus.figures, nexus.pipeline, nexus.report_page, nexus.reproduce, nexus.route_command, nexus.tables
 # Hydra's parser learns its grammar at the first use.
 nexus.config.validate(nexus.config.compose(["seed=1"]))
+# A collection in a child would write to, and so copy, every page of this process.
+gc.freeze()
 
 for line in sys.stdin:
     order = json.loads(line)
