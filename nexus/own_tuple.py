@@ -314,11 +314,14 @@ def _write_splicing(values: dict[str, Any], tools: Sequence[Tool], cases: Sequen
         values["workload"][key] = os.path.relpath(folder / name, ROOT)
 
 
-def _keep_fitting(values: Mapping[str, Any], facts: ModelFacts, room: int) -> int:
-    """How many cases are left, after those whose blocks have more than `room` tokens were taken out."""
+def _keep_fitting(values: dict[str, Any], facts: ModelFacts, room: int) -> int:
+    """How many cases are left, after `values` names a file without those whose blocks have more than `room` tokens."""
     path = ROOT / values["workload"]["queries"]
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Not by lines of str.splitlines, which JSON may hold within a string.
+    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     kept = [line for line in lines if facts.block_tokens.get(json.loads(line)["tool"], 0) <= room]
     if kept and len(kept) < len(lines):
-        write_atomically(path, "\n".join(kept) + "\n")
+        fitting = path.with_name("fitting_queries.jsonl")
+        write_atomically(fitting, "\n".join(kept) + "\n")
+        values["workload"]["queries"] = os.path.relpath(fitting, ROOT)
     return len(kept)

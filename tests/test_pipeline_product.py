@@ -212,7 +212,7 @@ def test_forced_twice_and_killed_meanwhile_gives_the_same_bytes(tiny: Copy):
 def small(tiny: Copy, tmp_path_factory) -> Copy:
     """A real repository with few stages and the smallest sizes that mean anything, and a user's files beside it."""
     few = tiny.duplicate(tmp_path_factory.mktemp("small") / "repository")
-    keep_stages(few, ("dkl_sweep", "registry", "calibration", "routing_accuracy_n250", "constrain_cost", "tables"))
+    keep_stages(few, ("dkl_sweep", "registry", "calibration", "routing_accuracy_n250", "constrain_cost", *DRAWING))
     quick = few.path / "conf" / "profile" / "quick.yaml"
     text = quick.read_text().replace("offsets: [0, 64, 256]\n  n_cases: 3", "offsets: [0, 32]\n  n_cases: 2")
     assert text != quick.read_text()
@@ -267,7 +267,7 @@ def test_own_model_registry_and_queries_are_measured_and_then_there_is_nothing_t
     assert "Where the time goes" in done.stdout and "of the whole run" in done.stdout
     # It leaves what git and DVC know alone.
     assert small.git("status", "--porcelain") == "" and not (small.path / "dvc.lock").exists()
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.json")}
+    before = {path: path.stat().st_mtime_ns for path in (*out.glob("*.json"), *out.glob("metrics/*.json"))}
     again, _ = own(small, "My Model.gguf")
     assert again.returncode == 0 and "nothing to do" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -284,3 +284,5 @@ def test_a_recurrent_model_is_routed_for_and_not_spliced(small: Copy):
     routed = artifact.read(out / "routing_accuracy_n250.json")["rows"]
     assert {row["system"] for row in routed} == {"slb", "bm25"}
     assert f"dkl_sweep: skipped: {skipped['dkl_sweep']}" in done.stdout
+    if "report" in DRAWING:
+        assert "mamba keeps recurrent state" in (out / "report.html").read_text(encoding="utf-8")
