@@ -237,8 +237,9 @@ def test_what_another_section_decides_is_a_part_of_the_experiments_config():
         return repairs & cfg.resolved(experiment).keys()
 
     assert stated("calibrated_repair") == {"repair", "calibrated_repair"}
-    assert stated("deep_splice_ttft") == {"repair"} and stated("repair_frontier") == {"repair_frontier"}
-    for name in set(EXPERIMENTS) - repairs - {"deep_splice_ttft"}:
+    assert stated("deep_splice_ttft") == stated("spliced_choice") == {"repair"}
+    assert stated("repair_frontier") == {"repair_frontier"}
+    for name in set(EXPERIMENTS) - repairs - {"deep_splice_ttft", "spliced_choice"}:
         assert stated(name) == set() and name in cfg.resolved(name)
     changed = validate(compose(["repair.epsilon_nats=0.5"]))
     assert {name for name in EXPERIMENTS if changed.sha256(name) != cfg.sha256(name)} == {
