@@ -8,6 +8,7 @@ import getpass
 import json
 import os
 import platform
+import secrets
 import shutil
 import signal
 import socket
@@ -119,6 +120,8 @@ def test_ray_cluster_loses_a_node_and_every_cell_has_one_artifact(real_copy: Cop
     ray, port = str(Path(sys.executable).parent / "ray"), free_port()
     environment = real_copy.environment | {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"127.0.0.1:{port}",
+        # The cluster's own; without these, what a user has set up for another cluster decides.
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # A node that refuses three connections, a second apart, counts as dead; one that is slow does not.
         "RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
     common = [ray, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"]
