@@ -1,6 +1,7 @@
 """All tables of a run, in Markdown and LaTeX, written from its artifacts. Loads no model."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from nexus import argument_tables, document, latex, peer_table, routing_tables, tables
@@ -9,29 +10,44 @@ from nexus.config import Config
 from nexus.pipeline import experiment_main
 
 NAME = "tables"
+# What a user's own run could not do, with the reason (nexus/own_tuple.py).
+SKIPPED = "skipped.json"
 
 
 def run(cfg: Config, out: Path) -> Path:
-    """Path of the table folder, `<out>/tables`. Nothing is written where an artifact is missing."""
+    """Path of the table folder, `<out>/tables`. Nothing is written where an artifact is missing, unless the run tells in
+    `skipped.json` that it skipped some: then what can be made is.
+    """
+    def optional(make: Callable[[], str]) -> list[str]:
+        try:
+            return [make()]
+        except tables.MissingArtifact:
+            if not (out / SKIPPED).is_file():
+                raise
+            return []
+
     published = tables.published()
-    sidecar, radix = tables.stored(cfg, out, "sidecar_accuracy"), tables.stored(cfg, out, "l0_radix")
-    texts = {
-        "table1": peer_table.table1(out),
-        "table2": tables.table2(tables.stored(cfg, out, "gating_nogo"), published),
-        "table3": tables.table3(tables.stored(cfg, out, "deep_splice_ttft"), published),
-        "frontier": tables.frontier(tables.stored(cfg, out, "repair_frontier")),
-        "repair_policy": tables.repair_policy(tables.stored(cfg, out, "calibrated_repair")),
-        "layouts": tables.layouts(tables.stored(cfg, out, "layouts")),
-        "table4": tables.document(
+    makers: dict[str, Callable[[], str]] = {
+        "table1": lambda: peer_table.table1(out),
+        "table2": lambda: tables.table2(tables.stored(cfg, out, "gating_nogo"), published),
+        "table3": lambda: tables.table3(tables.stored(cfg, out, "deep_splice_ttft"), published),
+        "frontier": lambda: tables.frontier(tables.stored(cfg, out, "repair_frontier")),
+        "repair_policy": lambda: tables.repair_policy(tables.stored(cfg, out, "calibrated_repair")),
+        "layouts": lambda: tables.layouts(tables.stored(cfg, out, "layouts")),
+        "table4": lambda: tables.document(
             routing_tables.table4(
                 tables.stored(cfg, out, "routing_accuracy_n250"), tables.stored(cfg, out, "calibration"),
                 tables.stored(cfg, out, "slb_latency"), published),
-            argument_tables.table4_rest(sidecar, radix, published)),
-        "arguments": argument_tables.arguments(sidecar, tables.stored(cfg, out, "constrain_cost")),
-        "serving": argument_tables.serving(radix, tables.stored(cfg, out, "block_allocator")),
-        "generalisation": routing_tables.generalisation(tables.stored(cfg, out, "routing_generalisation")),
-        "scan": routing_tables.scan(tables.stored(cfg, out, "slb_latency")),
+            *optional(lambda: argument_tables.table4_rest(tables.stored(cfg, out, "sidecar_accuracy"),
+                                                          tables.stored(cfg, out, "l0_radix"), published))),
+        "arguments": lambda: argument_tables.arguments(tables.stored(cfg, out, "sidecar_accuracy"),
+                                                       tables.stored(cfg, out, "constrain_cost")),
+        "serving": lambda: argument_tables.serving(tables.stored(cfg, out, "l0_radix"),
+                                                   tables.stored(cfg, out, "block_allocator")),
+        "generalisation": lambda: routing_tables.generalisation(tables.stored(cfg, out, "routing_generalisation")),
+        "scan": lambda: routing_tables.scan(tables.stored(cfg, out, "slb_latency")),
     }
+    texts = {name: text for name, make in makers.items() for text in optional(make)}
     folder = out / "tables"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
