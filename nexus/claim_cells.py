@@ -38,25 +38,32 @@ def drift(probe: str, metric: str, anchor: bool = False) -> Cells:
 
 def scattered(artifacts: Artifacts, published: Published) -> list[Cell]:
     said = published["rope_boundary_gate"]
-    return [Cell(f"{row['arm']}, {PROBES[row['probe']]}", said["dkl_nats"], row["dkl_nats"])
-            for row in _faithful_scattered(artifacts, said["n_past"])]
+    return [Cell(f"{what}, {PROBES[row['probe']]}", said["dkl_nats"], row["dkl_nats"])
+            for what, row, _ in _faithful_scattered(artifacts, said["n_past"])]
 
 
 def corrupts(artifacts: Artifacts, published: Published) -> list[Cell]:
-    """Scattered recompute above the bare splice of the same depth and probe."""
-    n_past = published["rope_boundary_gate"]["n_past"]
+    """Scattered recompute above the bare splice of the same experiment, depth and probe."""
     found = []
-    for row in _faithful_scattered(artifacts, n_past):
-        bare = _one(artifacts["rope_boundary_gate"]["rows"], n_past=n_past, arm="none", probe=row["probe"])
+    for what, row, bare in _faithful_scattered(artifacts, published["rope_boundary_gate"]["n_past"]):
         if bare is not None and (value := value_of(bare["dkl_nats"])) is not None:
-            found.append(Cell(f"{row['arm']}, {PROBES[row['probe']]}", (value, math.inf), row["dkl_nats"],
-                              shown=f"above {number(value)} (bare)"))
+            found.append(Cell(f"{what}, {PROBES[row['probe']]}", (value, math.inf), row["dkl_nats"],
+                              shown=f"above {number(value)} nats (bare)"))
     return found
 
 
-def _faithful_scattered(artifacts: Artifacts, n_past: int) -> list[Row]:
-    return [row for row in at(artifacts["rope_boundary_gate"]["rows"], n_past=n_past, faithful=True)
-            if "random" in row["arm"]]
+def _faithful_scattered(artifacts: Artifacts, n_past: int) -> list[tuple[str, Row, Row | None]]:
+    """(what it is, row of a faithful scattered recompute, row of the bare splice beside it) at a depth.
+
+    Of the frontier a random sample alone, of the gate one behind the first tokens, which are recomputed, too.
+    """
+    gate = at(artifacts["rope_boundary_gate"]["rows"], n_past=n_past)
+    found = [(f"{row['arm']} (the head, too)", row, _one(gate, arm="none", probe=row["probe"]))
+             for row in at(gate, faithful=True) if "random" in row["arm"]]
+    frontier = at(artifacts["repair_frontier"]["rows"], n_past=n_past)
+    return found + [(f"{row['arm']}-{row['recompute_pct']:g}", row,
+                     _one(frontier, arm="none", probe=row["probe"], compiled_behind=row["compiled_behind"]))
+                    for row in at(frontier, arm="random")]
 
 
 def below_target(artifacts: Artifacts, published: Published) -> list[Cell]:

@@ -21,7 +21,7 @@ def claims() -> list[Claim]:
 
 def _splice() -> list[Claim]:
     sweep = {"experiment": "dkl_sweep"}
-    scattered = {"experiment": "rope_boundary_gate", "unit": "nats"}
+    scattered = {"experiment": "rope_boundary_gate", "also": ("repair_frontier",), "unit": "nats"}
     found = [Claim(f"anchor-divergence-{probe}", "§ IV-A",
                    f"At its compile position a spliced block is output-exact: KL ≈ 0, read {told}",
                    cells=cells.drift(probe, "dkl_nats", anchor=True), better="lower", unit="nats",

@@ -115,6 +115,47 @@ def drop_runs(keep: Iterable[str], root: Path = ROOT) -> None:
         path.unlink()
 
 
+def keep_lock(copy: Path, root: Path = ROOT) -> None:
+    """None, after `copy` holds what `dvc.lock` is before a run; nothing where there is none."""
+    path = root / LOCK
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(copy, path.read_text(encoding="utf-8") if path.is_file() else "")
+
+
+def mend_lock(copy: Path, root: Path = ROOT) -> bool:
+    """Whether `dvc.lock` was put back from `copy`, which is gone afterwards.
+
+    DVC writes the file in place: a run that is stopped meanwhile leaves it without its end. What it held of stages that
+    had run is lost then, and they are made again from their cells.
+    """
+    if not copy.is_file():
+        return False
+    kept, path = copy.read_text(encoding="utf-8"), root / LOCK
+    damaged = path.is_file() and not _is_whole(root, set((_parse(kept) or {}).get("stages", {})))
+    if damaged and kept:
+        write_atomically(path, kept)
+    elif damaged:
+        path.unlink()
+    copy.unlink()
+    return damaged
+
+
+def _is_whole(root: Path, names: set[str]) -> bool:
+    """Whether DVC can read `dvc.lock`, and it still has entries of these stages."""
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+    from voluptuous import Invalid
+
+    try:
+        COMPILED_LOCKFILE_SCHEMA(_parse((root / LOCK).read_text(encoding="utf-8")))
+        return names <= _locked(root).keys()
+    except (Invalid, LockfileError, YAMLError, UnicodeDecodeError):
+        return False
+
+
+def _parse(text: str) -> Any:
+    return YAML(typ="safe").load(text)
+
+
 def locked_runs(root: Path = ROOT) -> set[str]:
     """The names of the runs that `dvc.lock` has entries of."""
     if not (root / LOCK).is_file():

@@ -24,7 +24,7 @@ from nexus import compare_runs, own_tuple, stage_times
 from nexus.artifact import ArtifactError, experiments
 from nexus.canonical import sha256_of, write_atomically
 from nexus.config import CONF, ROOT, Config, ConfigError, compose, params_text, validate
-from nexus.lockfile import PARAMS, PIPELINE, Stage, drop_runs, locked_runs, stages
+from nexus.lockfile import PARAMS, PIPELINE, Stage, drop_runs, keep_lock, locked_runs, mend_lock, stages
 from nexus.locks import exclusive
 from nexus.model_probe import ModelFacts, probe
 from nexus.own_tuple import OwnTuple
@@ -36,6 +36,7 @@ from nexus.weights import ensure
 DEFAULT_PROFILE, COMMITTED_PROFILE = "laptop", "full"
 STAMPS = ROOT / ".nexus" / "stamp"
 LOCKS = ROOT / ".nexus" / "locks"
+LOCK_COPY = ROOT / ".nexus" / "dvc.lock"
 
 
 class ReproError(RuntimeError):
@@ -80,6 +81,7 @@ def _reproduce_named(overrides: list[str], force: bool) -> None:
     plan = stages(cfg)
     # Held for the whole run: params.yaml can describe only one.
     with exclusive(LOCKS, "repro"):
+        mend_lock(LOCK_COPY)
         stamp = STAMPS / cfg.run_name
         before = _read(stamp)
         if not force and before.get("inputs") == _inputs(cfg, plan) and before.get("outputs") == _outputs(plan):
@@ -94,10 +96,12 @@ def _reproduce_named(overrides: list[str], force: bool) -> None:
         kept = [stage for stage in plan if _outputs([stage]).items() <= before.get("outputs", {}).items()]
         _announce(cfg, plan, kept if made_here and not force else [])
         try:
+            keep_lock(LOCK_COPY)
             _write_params(params_text([*overrides, *(["force=true"] if force else [])]))
             _dvc("repro", *([] if made_here and not force else ["--force"]))
         finally:
             _write_params(params_text())
+            mend_lock(LOCK_COPY)
             # Runs that git ignores leave no trace in a committed file; their stamp remembers them.
             drop_runs(run for run in locked_runs() if not _is_ignored(run))
         _write_stamp(stamp, inputs, plan)

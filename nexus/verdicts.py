@@ -23,7 +23,7 @@ RULE = (
     "A claim that gives a number: a cell holds where the published number lies in the measured interval, or the whole "
     "interval lies on its better side; it fails where the whole interval lies on its worse side. A number without a "
     "better side must lie in the interval. Where a claim compares two measurements, the other one's interval stands "
-    "for the published number.",
+    "for the published number, and its value for a bound.",
     "A claim that gives a range or a bound: a cell holds where the whole interval lies inside, or on the better side; "
     "it fails where the whole interval lies outside; it holds in part where the interval crosses an end.",
     "“≈ 0” means not above the noise floor, which is what a full prefill in other batches differs by: a cell holds "
@@ -141,9 +141,13 @@ def judge(claim: Claim, artifacts: Artifacts, published: Mapping[str, Any],
     if missing:
         reason = (lacking or {}).get(missing[0], "not measured in this run")
         return Verdict(claim, UNTESTED, reason=f"{missing[0]}: {reason}")
-    cells = tuple(_judged(claim, cell) for cell in claim.cells(artifacts, published))
+    listed = claim.cells(artifacts, published)
+    cells = tuple(_judged(claim, cell) for cell in listed)
     verdict = overall(cell.verdict for cell in cells)
-    reason = "" if verdict != UNTESTED else "this run measured none of the cells that were published"
+    measured = any(value_of(cell.metric) is not None for cell in listed)
+    reason = "" if verdict != UNTESTED else (
+        "this run has no interval for what it measured" if measured else
+        "this run measured none of the cells that were published")
     return Verdict(claim, verdict, cells, reason)
 
 
@@ -185,7 +189,7 @@ def interval(metric: Metric) -> tuple[float, float] | None:
         return None
     if metric["ci_low"] is not None:
         return metric["ci_low"], metric["ci_high"]
-    return (metric["value"],) * 2 if metric["method"] in EXACT else None
+    return (metric["value"],) * 2 if metric["method"].removeprefix("paired-") in EXACT else None
 
 
 def _judged(claim: Claim, cell: Cell) -> Judged:

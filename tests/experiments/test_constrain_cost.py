@@ -38,7 +38,7 @@ def cfg(tmp_path_factory):
         "model=smollm2-135m", "profile=quick", "registry=file", f"registry.path={folder / 'tools.json'}",
         f"workload.routing.development={folder / 'queries.jsonl'}", "constrain_cost.n_cases=2",
         "constrain_cost.repetitions=1", f"constrain_cost.peers=[{LLGUIDANCE},{LLAMA_CPP},{XGRAMMAR}]",
-        "arguments.max_tokens=24", "runtime.n_threads=1"]))
+        "constrain_cost.xgrammar_python=null", "arguments.max_tokens=24", "runtime.n_threads=1"]))
 
 
 @pytest.mark.integration

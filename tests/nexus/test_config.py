@@ -243,7 +243,7 @@ def test_what_another_section_decides_is_a_part_of_the_experiments_config():
         assert stated(name) == set() and name in cfg.resolved(name)
     changed = validate(compose(["repair.epsilon_nats=0.5"]))
     assert {name for name in EXPERIMENTS if changed.sha256(name) != cfg.sha256(name)} == {
-        "repair", "calibrated_repair", "deep_splice_ttft"}
+        "repair", "calibrated_repair", "deep_splice_ttft", "spliced_choice"}
 
 
 def test_a_value_is_found_by_its_key():
