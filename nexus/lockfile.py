@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -138,6 +139,20 @@ def mend_lock(copy: Path, root: Path = ROOT) -> bool:
         path.unlink()
     copy.unlink()
     return damaged
+
+
+def drop_broken_rwlock(root: Path = ROOT) -> None:
+    """None, after DVC's list of who reads and writes is gone if it cannot be read: DVC writes that in place, too.
+
+    For one who knows that no other DVC is at work.
+    """
+    path = root / ".dvc" / "tmp" / "rwlock"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        path.unlink()
 
 
 def _is_whole(root: Path, names: set[str]) -> bool:

@@ -24,7 +24,8 @@ from nexus import compare_runs, own_tuple, stage_times
 from nexus.artifact import ArtifactError, experiments
 from nexus.canonical import sha256_of, write_atomically
 from nexus.config import CONF, ROOT, Config, ConfigError, compose, params_text, validate
-from nexus.lockfile import PARAMS, PIPELINE, Stage, drop_runs, keep_lock, locked_runs, mend_lock, stages
+from nexus.lockfile import (PARAMS, PIPELINE, Stage, drop_broken_rwlock, drop_runs, keep_lock, locked_runs, mend_lock,
+                            stages)
 from nexus.locks import exclusive
 from nexus.model_probe import ModelFacts, probe
 from nexus.own_tuple import OwnTuple
@@ -96,6 +97,7 @@ def _reproduce_named(overrides: list[str], force: bool) -> None:
         kept = [stage for stage in plan if _outputs([stage]).items() <= before.get("outputs", {}).items()]
         _announce(cfg, plan, kept if made_here and not force else [])
         try:
+            drop_broken_rwlock()
             keep_lock(LOCK_COPY)
             _write_params(params_text([*overrides, *(["force=true"] if force else [])]))
             _dvc("repro", *([] if made_here and not force else ["--force"]))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from nexus.lockfile import LOCK, keep_lock, locked_runs, mend_lock
+from nexus.lockfile import LOCK, drop_broken_rwlock, keep_lock, locked_runs, mend_lock
 
 ENTRY = """  {name}@{run}:
     cmd: python -m nexus stage {name}
@@ -58,3 +58,13 @@ def test_a_first_lock_that_was_cut_is_removed(tmp_path, copy):
     (tmp_path / LOCK).write_text(AFTER[:12])
     assert mend_lock(copy, tmp_path)
     assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("text, stays", [("", False), ('{"a": {"write": {"pid"', False), ("{}", True), (None, False)])
+def test_only_a_broken_list_of_readers_and_writers_is_removed(tmp_path, text, stays):
+    path = tmp_path / ".dvc" / "tmp" / "rwlock"
+    path.parent.mkdir(parents=True)
+    if text is not None:
+        path.write_text(text)
+    drop_broken_rwlock(tmp_path)
+    assert path.exists() == stays
