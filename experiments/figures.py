@@ -3,13 +3,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nexus import diagrams, figures, tables
+from nexus import diagrams, figures, run_folder, tables
 from nexus.config import Config
 from nexus.pipeline import experiment_main
 
 NAME = "figures"
-# What a user's own run could not do, with the reason (nexus/own_tuple.py).
-SKIPPED = "skipped.json"
 
 
 def run(cfg: Config, out: Path) -> Path:
@@ -25,16 +23,8 @@ def run(cfg: Config, out: Path) -> Path:
         "figure5": lambda: figures.figure5(tables.stored(cfg, out, "routing_accuracy_n250"), published),
         "frontier": lambda: figures.frontier(tables.stored(cfg, out, "repair_frontier")),
     }
-    drawn = {}
-    for name, make in makers.items():
-        try:
-            drawn[name] = make()
-        except tables.MissingArtifact:
-            if not (out / SKIPPED).is_file():
-                raise
     folder = out / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
+    for name, figure in run_folder.made(makers, out).items():
         figures.save(figure, folder / name)
     return folder
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from nexus import report
 from nexus.config import ROOT, Config
 from nexus.pipeline import experiment_main
+from nexus.run_folder import COMMITTED_PROFILE
 
 NAME = "report"
-COMMITTED_PROFILE = "full"
 
 
 def run(cfg: Config, out: Path) -> Path:

@@ -4,28 +4,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nexus import argument_tables, document, latex, peer_table, routing_tables, tables
-from nexus.canonical import write_atomically
+from nexus import argument_tables, latex, peer_table, routing_tables, run_folder, tables
 from nexus.config import Config
 from nexus.pipeline import experiment_main
 
 NAME = "tables"
-# What a user's own run could not do, with the reason (nexus/own_tuple.py).
-SKIPPED = "skipped.json"
 
 
 def run(cfg: Config, out: Path) -> Path:
     """Path of the table folder, `<out>/tables`. Nothing is written where an artifact is missing, unless the run tells in
     `skipped.json` that it skipped some: then what can be made is.
     """
-    def optional(make: Callable[[], str]) -> list[str]:
-        try:
-            return [make()]
-        except tables.MissingArtifact:
-            if not (out / SKIPPED).is_file():
-                raise
-            return []
-
     published = tables.published()
     makers: dict[str, Callable[[], str]] = {
         "table1": lambda: peer_table.table1(out),
@@ -38,8 +27,9 @@ def run(cfg: Config, out: Path) -> Path:
             routing_tables.table4(
                 tables.stored(cfg, out, "routing_accuracy_n250"), tables.stored(cfg, out, "calibration"),
                 tables.stored(cfg, out, "slb_latency"), published),
-            *optional(lambda: argument_tables.table4_rest(tables.stored(cfg, out, "sidecar_accuracy"),
-                                                          tables.stored(cfg, out, "l0_radix"), published))),
+            *run_folder.made({"rest": lambda: argument_tables.table4_rest(
+                tables.stored(cfg, out, "sidecar_accuracy"), tables.stored(cfg, out, "l0_radix"), published)},
+                out).values()),
         "arguments": lambda: argument_tables.arguments(tables.stored(cfg, out, "sidecar_accuracy"),
                                                        tables.stored(cfg, out, "constrain_cost")),
         "serving": lambda: argument_tables.serving(tables.stored(cfg, out, "l0_radix"),
@@ -47,12 +37,9 @@ def run(cfg: Config, out: Path) -> Path:
         "generalisation": lambda: routing_tables.generalisation(tables.stored(cfg, out, "routing_generalisation")),
         "scan": lambda: routing_tables.scan(tables.stored(cfg, out, "slb_latency")),
     }
-    texts = {name: text for name, make in makers.items() for text in optional(make)}
     folder = out / "tables"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_atomically(folder / f"{name}.md", text)
-        write_atomically(folder / f"{name}.tex", latex.latex(document.blocks(text)))
+    for name, text in run_folder.made(makers, out).items():
+        latex.write(folder, name, text)
     return folder
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nexus import artifact
+from nexus import artifact, tables
 from nexus.canonical import write_atomically
+from nexus.tables import MISSING
 
 COMPARED = "compared.md"
-MISSING = "–"
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ def compare(mine: Path, other: Path) -> list[Comparison]:
 
 def markdown(comparisons: list[Comparison], mine: str, other: str) -> str:
     """The comparison as a document with one table."""
-    lines = [f"# {mine} beside {other}", "",
-             "Rows with equal keys; a row overlaps where each of its intervals overlaps the other run's. Width: how "
-             f"many times as wide as in {other} an interval is, at the median and at most.", "",
-             "| artifact | common rows | overlapping rows | intervals | overlapping intervals | width, median "
-             "| at most | where |", "|---|---|---|---|---|---|---|---|"]
-    for row in comparisons:
-        lines.append(f"| {row.experiment} | {row.n_rows} | {_percent(row.n_overlapping, row.n_rows)} "
-                     f"| {row.n_intervals} | {_percent(row.n_intervals_overlapping, row.n_intervals)} | {_times(row.typical)} "
-                     f"| {_times(row.widest)} | {row.widest_of or MISSING} |")
-    return "\n".join(lines) + "\n"
+    columns = ["artifact", "common rows", "overlapping rows", "intervals", "overlapping intervals", "width, median",
+               "at most", "where"]
+    return tables.document(
+        f"# {mine} beside {other}",
+        "Rows with equal keys; a row overlaps where each of its intervals overlaps the other run's. Width: how "
+        f"many times as wide as in {other} an interval is, at the median and at most.",
+        tables.markdown(columns, [
+            [row.experiment, row.n_rows, _percent(row.n_overlapping, row.n_rows), row.n_intervals,
+             _percent(row.n_intervals_overlapping, row.n_intervals), _times(row.typical), _times(row.widest),
+             row.widest_of or MISSING] for row in comparisons]))
 
 
 def text(comparisons: list[Comparison], other: str) -> str:

@@ -35,14 +35,18 @@ def document(blocks: Iterable[Block], first_level: int, label: str) -> str:
     return "\n".join(parts)
 
 
-def table(columns: Sequence[str], lines: Sequence[Sequence[str]], label: str, kind: str = "") -> str:
-    """A table in a box that scrolls, folded where it is long; `lines` are HTML, the first cell of each its heading."""
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]], label: str, kind: str = "",
+          may_fold: bool = True) -> str:
+    """A table in a box that scrolls, folded where it is long and may be.
+
+    `lines` are HTML, the first cell of each its heading.
+    """
     head = "".join(f'<th scope="col">{inline(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(_cell(i, cell) for i, cell in enumerate(line))}</tr>\n" for line in lines)
     name = escape(re.sub(r"[`*]", "", label), quote=True)
     box = (f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table{_class(kind)}>\n'
            f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>")
-    return box if len(lines) <= FOLDED_ROWS else folded(f"{inline(label)} ({len(lines)} rows)", box)
+    return box if len(lines) <= FOLDED_ROWS or not may_fold else folded(f"{inline(label)} ({len(lines)} rows)", box)
 
 
 def folded(summary: str, content: str) -> str:

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
+from nexus import document
+from nexus.canonical import write_atomically
 from nexus.document import Block, Heading, Paragraph, Points, Span, Table, spans
 
 PREAMBLE = "\\usepackage[T1]{fontenc}\n\\usepackage{array,booktabs,longtable}\n"
@@ -43,6 +46,15 @@ def latex(blocks: Iterable[Block]) -> str:
     """The document as a fragment, which begins by naming what it needs and ends with a newline."""
     needs = "".join(f"% needs {line}\n" for line in PREAMBLE.splitlines())
     return needs + "\n" + "\n\n".join(map(_block, blocks)) + "\n"
+
+
+def write(folder: Path, name: str, text: str) -> list[Path]:
+    """Paths of `<name>.md` and `<name>.tex`, after both hold the document that is `text` in Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.md", folder / f"{name}.tex"]
+    write_atomically(paths[0], text)
+    write_atomically(paths[1], latex(document.blocks(text)))
+    return paths
 
 
 def _block(block: Block) -> str:

@@ -132,7 +132,7 @@ def mend_lock(copy: Path, root: Path = ROOT) -> bool:
     if not copy.is_file():
         return False
     kept, path = copy.read_text(encoding="utf-8"), root / LOCK
-    damaged = path.is_file() and not _is_whole(root, set((_parse(kept) or {}).get("stages", {})))
+    damaged = path.is_file() and not _is_whole(root, set((_load(copy) or {}).get("stages", {})))
     if damaged and kept:
         write_atomically(path, kept)
     elif damaged:
@@ -161,14 +161,10 @@ def _is_whole(root: Path, names: set[str]) -> bool:
     from voluptuous import Invalid
 
     try:
-        COMPILED_LOCKFILE_SCHEMA(_parse((root / LOCK).read_text(encoding="utf-8")))
+        COMPILED_LOCKFILE_SCHEMA(_load(root / LOCK))
         return names <= _locked(root).keys()
-    except (Invalid, LockfileError, YAMLError, UnicodeDecodeError):
+    except (Invalid, LockfileError):
         return False
-
-
-def _parse(text: str) -> Any:
-    return YAML(typ="safe").load(text)
 
 
 def locked_runs(root: Path = ROOT) -> set[str]:

@@ -22,10 +22,11 @@ from nexus.listing import write_listing
 from nexus.model_probe import ModelFacts
 from nexus.registry import Tool, load_registry
 from nexus.routing_workload import FORM, RoutingCase, load_cases
+from nexus.run_folder import SKIPPED
 from nexus.workload import WorkloadError
 
 PREFIX = "own"
-INPUTS, PARAMS, SKIPPED = "inputs", "params.yaml", "skipped.json"
+INPUTS = "inputs"
 # Longest part of a run's name that a file's name makes.
 SLUG_LENGTH = 24
 # Every third query with a tool is for the calibration of thresholds and is asked nowhere else.
@@ -261,14 +262,6 @@ def write_skipped(skipped: Mapping[str, str], out: Path) -> None:
         write_atomically(path, json.dumps(dict(sorted(skipped.items())), ensure_ascii=False, indent=1) + "\n")
     else:
         path.unlink(missing_ok=True)
-
-
-def read_skipped(out: Path) -> dict[str, str]:
-    """Reasons by experiment that a run skipped; {} where it skipped none."""
-    try:
-        return json.loads((out / SKIPPED).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
 
 
 def _slug(text: str) -> str:

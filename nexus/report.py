@@ -4,7 +4,6 @@ Written from artifacts and `results/published.json`; no model is loaded. Equal a
 """
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from nexus import latex, tables
 from nexus.canonical import write_atomically
 from nexus.claims import claims
 from nexus.config import CONF, ROOT, Config, ConfigError, compose, validate
-from nexus.document import blocks
+from nexus.run_folder import PARAMS, RunFolderError, profile_of, read_skipped
 from nexus.verdicts import RULE, Verdict, judge
 
 NAME = "report.html"
-# What a run that does not go through DVC leaves: its configuration, and why it skipped an experiment.
-PARAMS, SKIPPED = "params.yaml", "skipped.json"
 PYTHON = ".venv/bin/python"
 
 
@@ -55,7 +52,10 @@ class Run:
 def load(folder: Path) -> Run:
     """The run in `folder`. A broken artifact counts as lacking. Raises ReportError where there is none at all."""
     artifacts, lacking = {}, {}
-    skipped = _skipped(folder)
+    try:
+        skipped = read_skipped(folder)
+    except RunFolderError as error:
+        raise ReportError(str(error)) from error
     for experiment in stored_form.experiments():
         path = stored_form.path_of(experiment, folder)
         try:
@@ -109,12 +109,7 @@ def verdict_table(run: Run) -> str:
 
 def write_verdicts(run: Run) -> list[Path]:
     """The verdicts as `tables/verdicts.md` and `.tex` in the run's folder."""
-    text, folder = verdict_table(run), run.folder / "tables"
-    folder.mkdir(exist_ok=True)
-    paths = [folder / "verdicts.md", folder / "verdicts.tex"]
-    write_atomically(paths[0], text)
-    write_atomically(paths[1], latex.latex(blocks(text)))
-    return paths
+    return latex.write(run.folder / "tables", "verdicts", verdict_table(run))
 
 
 def command(experiment: str, model: str, folder: Path, artifact: Mapping[str, Any] | None = None) -> str:
@@ -126,7 +121,7 @@ def command(experiment: str, model: str, folder: Path, artifact: Mapping[str, An
     if (folder / PARAMS).is_file():
         place = _shown(folder / PARAMS)
         return shlex.join([PYTHON, "-m", "nexus", "stage", experiment, "--params", place, "--run", folder.name])
-    plain, named = (f"model={model}",), (f"model={model}", f"profile={_profile(folder.name)}")
+    plain, named = (f"model={model}",), (f"model={model}", f"profile={profile_of(folder.name)}")
     special = [(f"+experiment={path.stem}",) for path in sorted((CONF / "experiment").glob("*.yaml"))]
     fitting = None if artifact is None else next(
         (overrides for overrides in (plain, named, *special)
@@ -153,25 +148,6 @@ def _config_sha256(experiment: str, overrides: tuple[str, ...]) -> str | None:
 @cache
 def _composed(overrides: tuple[str, ...]) -> Config:
     return validate(compose(overrides))
-
-
-def _profile(run_name: str) -> str:
-    """Any profile but `full` is part of the run's name."""
-    ending = run_name.rpartition(".")[2]
-    return ending if (CONF / "profile" / f"{ending}.yaml").is_file() else "full"
-
-
-def _skipped(folder: Path) -> dict[str, str]:
-    path = folder / SKIPPED
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ReportError(f"{path}: not valid JSON ({error}); remove it, or run this case again") from error
-    if not isinstance(found, dict):
-        raise ReportError(f"{path}: reasons by experiment are an object, not a {type(found).__name__}; remove it")
-    return found
 
 
 def _shown(path: Path) -> str:

@@ -1,7 +1,6 @@
 """The page of `nexus/report.py`: verdicts first, then a tab per run with verdicts, figures, tables and provenance."""
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -63,12 +62,9 @@ def overview(runs: Sequence[Run], judged: Sequence[Sequence[Verdict]]) -> str:
         '<section aria-labelledby="verdicts"><h2 id="verdicts">Verdicts</h2>',
         "<p>Below each verdict is what was measured: the value with its interval, or the least and the largest of "
         "several cells. The runs below the table have every cell, and the command that measures it again.</p>", rule,
-        _whole(html_page.table(["claim", *(run.name for run in runs)], lines, "Verdicts", "claims")), "</section>"])
-
-
-def _whole(table: str) -> str:
-    """The verdicts are what the page is about: never folded."""
-    return re.sub(r"^<details><summary>.*?</summary>\n|\n</details>$", "", table)
+        # What the page is about.
+        html_page.table(["claim", *(run.name for run in runs)], lines, "Verdicts", "claims", may_fold=False),
+        "</section>"])
 
 
 def _told(verdict: Verdict) -> str:
@@ -185,7 +181,7 @@ CAPTIONS = {
                  "KL from a full prefill, behind the query, against warm speed-up; a panel per depth, each with its "
                  "Pareto front."),
     "choice": ("Choosing from spliced tools: right tool chosen against the time to the first token",
-                       "Every arm that places several tools in one context, by depth and by how the answer is read."),
+               "Every arm that places several tools in one context, by depth and by how the answer is read."),
 }
 
 
@@ -253,8 +249,8 @@ def _origin(artifact: Mapping[str, Any]) -> dict[str, str]:
     told = {"commit": commit, "configuration": artifact["config_sha256"][:12], "rows": len(artifact["rows"]),
             "CPU": origin.get("cpu"), "cores": origin.get("physical_cores"), "memory, GB": origin.get("memory_gb"),
             "threads": origin.get("threads"), "instructions": origin.get("isa"), "system": origin.get("os"),
-            "date": origin.get("date"), "Python": origin.get("python"), "llama.cpp": of.get("llama_cpp"), "embedder": of.get("embedder"),
-            "model's SHA-256": of.get("model_sha256"), "versions": versions or None}
+            "date": origin.get("date"), "Python": origin.get("python"), "llama.cpp": of.get("llama_cpp"),
+            "embedder": of.get("embedder"), "model's SHA-256": of.get("model_sha256"), "versions": versions or None}
     return {fact: _text(value) for fact, value in told.items()}
 
 

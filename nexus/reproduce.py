@@ -20,21 +20,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nexus import compare_runs, own_tuple, stage_times
+from nexus import compare_runs, own_tuple, run_folder, stage_times
 from nexus.artifact import ArtifactError, experiments
 from nexus.canonical import sha256_of, write_atomically
-from nexus.config import CONF, ROOT, Config, ConfigError, compose, params_text, validate
+from nexus.config import ROOT, Config, ConfigError, compose, params_text, validate
 from nexus.lockfile import (PARAMS, PIPELINE, Stage, drop_broken_rwlock, drop_runs, keep_lock, locked_runs, mend_lock,
                             stages)
 from nexus.locks import exclusive
 from nexus.model_probe import ModelFacts, probe
 from nexus.own_tuple import OwnTuple
 from nexus.progress import duration
+from nexus.run_folder import COMMITTED_PROFILE, profile_of
 from nexus.summary import summary
 from nexus.weights import ensure
 
 # The profile of the committed results takes hours.
-DEFAULT_PROFILE, COMMITTED_PROFILE = "laptop", "full"
+DEFAULT_PROFILE = "laptop"
 STAMPS = ROOT / ".nexus" / "stamp"
 LOCKS = ROOT / ".nexus" / "locks"
 LOCK_COPY = ROOT / ".nexus" / "dvc.lock"
@@ -105,7 +106,7 @@ def _reproduce_named(overrides: list[str], force: bool) -> None:
             _write_params(params_text())
             mend_lock(LOCK_COPY)
             # Runs that git ignores leave no trace in a committed file; their stamp remembers them.
-            drop_runs(run for run in locked_runs() if not _is_ignored(run))
+            drop_runs(run for run in locked_runs() if profile_of(run) == COMMITTED_PROFILE)
         _write_stamp(stamp, inputs, plan)
         _conclude(cfg, plan, measured=True)
 
@@ -133,7 +134,7 @@ def _reproduce_own(own: OwnTuple, profile: str, force: bool) -> None:
             _conclude(cfg, plan)
             return
 
-        params = out / own_tuple.PARAMS
+        params = out / run_folder.PARAMS
         own_tuple.write_params(values, params)
         too_large = own_tuple.memory_problem(weights.size)
         facts = ModelFacts(problem=too_large) if too_large else probe(params)
@@ -210,7 +211,7 @@ def _conclude(cfg: Config, plan: Sequence[Stage], measured: bool = False) -> Non
     out = ROOT / cfg.results_folder / cfg.run_name
     times = stage_times.end(cfg.run_name)
     parts = [summary(out), stage_times.shares(times)]
-    if skipped := own_tuple.read_skipped(out):
+    if skipped := run_folder.read_skipped(out):
         parts.append("\n".join(["Skipped", *(f"  {name}: {reason}" for name, reason in skipped.items())]))
     committed = ROOT / cfg.results_folder / cfg.model.name
     if measured and cfg.run_name == f"{cfg.model.name}.{cfg.profile_name}" and committed.is_dir():
@@ -219,7 +220,7 @@ def _conclude(cfg: Config, plan: Sequence[Stage], measured: bool = False) -> Non
         except ArtifactError as error:
             parts.append(f"Not compared with {committed.name}: {error}")
     outs = [*(path for stage in plan for path in stage.outs),
-            *(f"{cfg.results_folder}/{cfg.run_name}/{name}" for name in (compare_runs.COMPARED, own_tuple.SKIPPED))]
+            *(f"{cfg.results_folder}/{cfg.run_name}/{name}" for name in (compare_runs.COMPARED, run_folder.SKIPPED))]
     parts.append("\n".join(["Results:", *(f"  {path}" for path in outs if (ROOT / path).is_file())]))
     print("\n".join(part for part in parts if part))
 
@@ -264,11 +265,6 @@ def _write_params(text: str) -> None:
     # Left alone where it is right, so that its time stamp stays.
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         write_atomically(path, text)
-
-
-def _is_ignored(run: str) -> bool:
-    profiles = {path.stem for path in (CONF / "profile").glob("*.yaml")} - {COMMITTED_PROFILE}
-    return any(run.endswith(f".{profile}") for profile in profiles)
 
 
 def _dvc(*arguments: str) -> None:

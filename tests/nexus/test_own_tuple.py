@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nexus import artifact, own_tuple
+from nexus import artifact, own_tuple, run_folder
 from nexus.config import ROOT, Config, ConfigError, compose, load_params, validate
 from nexus.model_probe import ModelFacts
 from nexus.own_tuple import OwnTuple
@@ -205,9 +205,9 @@ def test_weights_larger_than_memory_are_told_before_they_are_loaded():
 def test_reasons_are_kept_and_no_file_stands_for_none(tmp_path: Path):
     own_tuple.write_skipped({"b": "why", "a": "weil – so"}, tmp_path)
     assert json.loads((tmp_path / "skipped.json").read_text(encoding="utf-8")) == {"a": "weil – so", "b": "why"}
-    assert own_tuple.read_skipped(tmp_path) == {"a": "weil – so", "b": "why"}
+    assert run_folder.read_skipped(tmp_path) == {"a": "weil – so", "b": "why"}
     own_tuple.write_skipped({}, tmp_path)
-    assert own_tuple.read_skipped(tmp_path) == {} and list(tmp_path.iterdir()) == []
+    assert run_folder.read_skipped(tmp_path) == {} and list(tmp_path.iterdir()) == []
 
 
 def test_what_an_experiment_refuses_is_no_failure():

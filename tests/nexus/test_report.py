@@ -11,7 +11,7 @@ import pytest
 import test_tables
 
 from nexus import artifact as stored_form
-from nexus import cli, diagrams, figures, report, report_page
+from nexus import cli, diagrams, figures, report, report_page, run_folder
 from nexus.claims import claims
 from nexus.config import ROOT, compose, validate
 from nexus.document import Table, blocks
@@ -143,7 +143,7 @@ def test_equal_artifacts_give_equal_bytes_and_another_value_other_ones(tmp_path)
 
 def test_reasons_for_what_was_skipped_are_shown_and_escaped(tmp_path):
     folder = copied(tmp_path, "gating_nogo")
-    (folder / report.SKIPPED).write_text(json.dumps({"dkl_sweep": "no room for <2048> tokens"}))
+    (folder / run_folder.SKIPPED).write_text(json.dumps({"dkl_sweep": "no room for <2048> tokens"}))
     run = report.load(folder)
     assert run.lacking["dkl_sweep"] == "skipped: no room for <2048> tokens"
     drift = next(verdict for verdict in run.verdicts() if verdict.claim.key == "drift-query")
@@ -167,7 +167,7 @@ def test_a_broken_artifact_is_said_to_be_broken_and_the_rest_is_reported(tmp_pat
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_reasons_of_another_form_are_an_error_that_names_the_file(tmp_path, text):
     folder = copied(tmp_path, "gating_nogo")
-    (folder / report.SKIPPED).write_text(text)
+    (folder / run_folder.SKIPPED).write_text(text)
     with pytest.raises(report.ReportError, match="skipped.json: .*remove it"):
         report.load(folder)
 
@@ -231,9 +231,9 @@ def test_a_command_says_when_no_configuration_fits_any_more(tmp_path):
 
 def test_a_run_with_its_own_params_file_names_it(tmp_path):
     folder = copied(tmp_path, "gating_nogo")
-    (folder / report.PARAMS).write_text("")
+    (folder / run_folder.PARAMS).write_text("")
     assert report.load(folder).commands["gating_nogo"] == (
-        f".venv/bin/python -m nexus stage gating_nogo --params {folder / report.PARAMS} --run smollm2-135m")
+        f".venv/bin/python -m nexus stage gating_nogo --params {folder / run_folder.PARAMS} --run smollm2-135m")
 
 
 def test_the_report_needs_nothing_that_loads_a_model():
