@@ -122,9 +122,8 @@ def command(experiment: str, model: str, folder: Path, artifact: Mapping[str, An
         place = _shown(folder / PARAMS)
         return shlex.join([PYTHON, "-m", "nexus", "stage", experiment, "--params", place, "--run", folder.name])
     plain, named = (f"model={model}",), (f"model={model}", f"profile={profile_of(folder.name)}")
-    special = [(f"+experiment={path.stem}",) for path in sorted((CONF / "experiment").glob("*.yaml"))]
     fitting = None if artifact is None else next(
-        (overrides for overrides in (plain, named, *special)
+        (overrides for overrides in (plain, named)
          if _config_sha256(experiment, overrides) == artifact["config_sha256"]), None)
     text = shlex.join([PYTHON, "-m", f"experiments.{experiment}", *(fitting or named)])
     return text if fitting or artifact is None else f"{text}   # the configuration has changed since"

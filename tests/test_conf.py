@@ -9,7 +9,7 @@ MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.st
 PROFILES = sorted(path.stem for path in (CONF / "profile").glob("*.yaml"))
 WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml") if path.stem != "file")
 EMBEDDERS = sorted(path.stem for path in (CONF / "embedder").glob("*.yaml"))
-OVERLAYS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+POINTS = sorted(path.stem for path in (CONF / "points").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -21,10 +21,16 @@ def test_every_choice_composes(model, profile, workload):
     assert cfg.run_name == (model if profile == "full" else f"{model}.{profile}")
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_composes_into_a_models_own_folder(overlay):
-    cfg = validate(compose([f"+experiment={overlay}"]))
-    assert (cfg.profile_name, cfg.run_name) == ("full", cfg.model.name)
+def test_points_are_of_models_and_change_what_is_measured():
+    assert set(POINTS) < set(MODELS)
+    for model in POINTS:
+        chosen, without = (validate(compose([f"model={model}", *more])) for more in ((), ("~points@_global_",)))
+        assert chosen.spliced_choice.n_tools == [5] != without.spliced_choice.n_tools
+
+
+def test_a_profile_overrides_the_points_of_a_model():
+    quick = [validate(compose([f"model={model}", "profile=quick"])) for model in (*POINTS, "qwen2.5-coder-0.5b")]
+    assert all(cfg.spliced_choice == quick[0].spliced_choice for cfg in quick)
 
 
 def test_all_files_are_covered():
@@ -34,7 +40,7 @@ def test_all_files_are_covered():
     covered |= {CONF / "workload" / f"{name}.yaml" for name in [*WORKLOADS, "file"]}
     covered |= {CONF / "embedder" / f"{name}.yaml" for name in EMBEDDERS}
     covered |= {CONF / "registry" / f"{name}.yaml" for name in ("servers", "file")}
-    covered |= {CONF / "experiment" / f"{name}.yaml" for name in OVERLAYS}
+    covered |= {CONF / "points" / f"{name}.yaml" for name in POINTS}
     # Hydra's own logging choices are composed by every run above.
     assert {path for path in CONF.rglob("*.yaml") if "hydra" not in path.parts} == covered
 

@@ -15,7 +15,7 @@ from nexus.config import compose, from_hydra, load_params, params_text, validate
 from nexus.repair import arm_of
 
 CHOICES = [
-    f"{'+' if folder.name == 'experiment' else ''}{folder.name}={file.stem}"
+    f"{'+points@_global_' if folder.name == 'points' else folder.name}={file.stem}"
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name != "hydra"
     for file in sorted(folder.glob("*.yaml"))
@@ -115,7 +115,6 @@ def test_another_profile_may_not_take_the_folder():
         ("~workload.held_out_tools", "workload.held_out_tools: missing; it is in the chosen file of conf/workload, and"),
         ("~seed", "seed: missing; it is in conf/config.yaml, and `make params` writes params.yaml anew"),
         ("workload.preambles=''", "workload.preambles: '' is not allowed"),
-        ("+experiment=frontier-1.5", "experiment: no choice 'frontier-1.5'; did you mean frontier-1.5b?"),
         ("profile=quik", "profile: no choice 'quik'; did you mean quick?; there are "),
         ("nonsense", "override 'nonsense' cannot be read: missing EQUAL at '<EOF>'; write key=value, with quotes around"),
         ("seed=1=[", "override 'seed=1=[' cannot be read: mismatched input '=' expecting <EOF>; write key=value, with"),

