@@ -115,6 +115,7 @@ def test_another_profile_may_not_take_the_folder():
         ("~workload.held_out_tools", "workload.held_out_tools: missing; it is in the chosen file of conf/workload, and"),
         ("~seed", "seed: missing; it is in conf/config.yaml, and `make params` writes params.yaml anew"),
         ("workload.preambles=''", "workload.preambles: '' is not allowed"),
+        ("+points@_global_=smollm2", "points: no choice 'smollm2'; did you mean smollm2-135m?"),
         ("profile=quik", "profile: no choice 'quik'; did you mean quick?; there are "),
         ("nonsense", "override 'nonsense' cannot be read: missing EQUAL at '<EOF>'; write key=value, with quotes around"),
         ("seed=1=[", "override 'seed=1=[' cannot be read: mismatched input '=' expecting <EOF>; write key=value, with"),

@@ -489,7 +489,6 @@ def test_a_token_is_not_sent_elsewhere(folder: Path, hub: Hub, monkeypatch):
 PROGRAM = """
 import sys
 from pathlib import Path
-from nexus.config import compose, validate
 from nexus.weights import ModelSpec, ensure
 print(ensure(ModelSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2])).carrier)
 """
